@@ -1,0 +1,49 @@
+"""User mistakes as exceptions with exit codes; broken invariants are assertions elsewhere.
+
+Every message is one line: the field, the value found, what was expected, what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake the user can mend. `exit_code` is what a command ends with."""
+
+    exit_code = 1
+
+    def __init__(self, field: str, found: Any, expected: str, remedy: str) -> None:
+        """State `field`, the value `found`, what was `expected` and the `remedy`."""
+        self.field, self.found, self.expected, self.remedy = field, found, expected, remedy
+        super().__init__(f"{field}: found {found}; expected {expected}; {remedy}")
+
+
+class FailedError(UserError):
+    """Something that should have worked did not: a compiler, a gate, a golden comparison."""
+
+    exit_code = 1
+
+
+class UsageError(UserError):
+    """A request, option or input that cannot be honoured."""
+
+    exit_code = 2
+
+
+class IncompatibleError(UserError):
+    """A sound engine folder that this machine or installation cannot run."""
+
+    exit_code = 3
+
+
+class CorruptError(UserError):
+    """A folder or checkpoint whose bytes are not what they claim to be."""
+
+    exit_code = 4
+
+
+class DoesNotFitError(UserError):
+    """More memory is needed than there is."""
+
+    exit_code = 5
