@@ -1,0 +1,24 @@
+"""Attention of a decode step: the extend reference, held to one token a row."""
+
+from torch import Tensor
+
+from inkling_engine.kernels.attention_extend.reference import attention_extend
+
+
+def attention_decode(
+    q: Tensor,
+    r: Tensor,
+    rel_proj: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    layer: int,
+    window: int,
+) -> Tensor:
+    """Attention output [T, Nq * D]; see the package docstring."""
+    assert int(starts.diff().max()) <= 1, "a decode row has at most one token"
+    return attention_extend(
+        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window
+    )

@@ -1,0 +1,54 @@
+"""Shapes, inputs and tolerances of the boundary."""
+
+import torch
+
+from inkling_engine.kernels._case_rows import INERT, Row, Step
+from inkling_engine.kernels._cases import Case, normal
+
+_STEPS = {
+    "decode": Step(rows=(Row(1, 9), INERT, Row(3, 1), Row(2, 300)), bucket_tokens=4),
+    "inert": Step(rows=(INERT, INERT), bucket_tokens=2),
+    "padded": Step(rows=(Row(1, 0, 1), Row(2, 5, 2), INERT, Row(3, 1, 3)), bucket_tokens=9),
+    "snapshots": Step(
+        rows=(
+            Row(1, 3, 17, snapshots=((1, 5), (2, 6), (17, 7))),
+            Row(4, 8, 2, source=9, snapshots=((1, 8),)),
+            Row(2, 0, 11, snapshots=((3, 10), (11, 11))),
+        ),
+        bucket_tokens=32,
+    ),
+    "swapped": Step(rows=(Row(1, 4, 2, source=2), Row(2, 6, 5, source=1)), bucket_tokens=8),
+}
+
+
+def _case(name: str, step: Step, width: int, dtype: torch.dtype) -> Case:
+    arguments = (
+        normal(step.bucket_tokens, width, dtype=dtype),
+        normal(step.bucket_tokens, width, dtype=dtype, seed=1),
+        normal(width, 4, scale=0.5),
+        1 + normal(width, dtype=dtype, scale=0.1),
+        step.windows(3, 12, width, dtype),
+        step.token_rows,
+        step.slots,
+        step.sources,
+        step.starts,
+        step.lengths,
+        *step.destinations,
+        torch.zeros(8, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int32),
+        1,
+        1e-6,
+        1,
+    )
+    label = f"{name}-{width}-{str(dtype).removeprefix('torch.')}"
+    return Case(label, arguments, tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype])
+
+
+def cases() -> list[Case]:
+    """Inert, short, resumed and snapshotting rows; rows that start from each other's slots."""
+    return [
+        _case(name, step, width, dtype)
+        for name, step in _STEPS.items()
+        for width in (192, 37)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]

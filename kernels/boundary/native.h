@@ -1,0 +1,43 @@
+#pragma once
+#include "../native/conv.h"
+#include "../rmsnorm/native.h"
+
+namespace inkling {
+
+inline std::tuple<Tensor, Tensor> boundary(const Tensor& x, const Tensor& residual, const Tensor& conv_weight,
+                                           const Tensor& norm_weight, Tensor conv_pool, const Tensor&,
+                                           const Tensor& slots, const Tensor& sources, const Tensor& starts,
+                                           const Tensor& lengths, const Tensor& destination_slots,
+                                           const Tensor& destination_offsets, const Tensor&, const Tensor&,
+                                           int64_t layer, double eps, int64_t world) {
+  STD_TORCH_CHECK(world == 1, "boundary reduces over one rank, not ", world);
+  int64_t tokens = x.size(0), width = x.size(1);
+  Tensor hidden = make(x.scalar_type(), {tokens, width}), normed = make(x.scalar_type(), {tokens, width});
+  StepRows rows(slots, sources, starts, lengths, destination_slots, destination_offsets);
+  by_dtype(x, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    ShortConv<T> conv(data<T>(x), width, width, data<float>(conv_weight),
+                      data<T>(conv_pool) + layer * conv_pool.stride(0), rows);
+    const T *before = data<T>(residual), *weight = data<T>(norm_weight);
+    T *sums = data<T>(hidden), *norms = data<T>(normed);
+    std::vector<float> sum(width);
+    auto finish = [&](int64_t t) {
+      for (int64_t c = 0; c < width; c++) sum[c] = load(before + t * width + c) + sum[c];
+      for (int64_t c = 0; c < width; c++) store(sums + t * width + c, sum[c]);
+      rmsnorm_row(sum.data(), weight, norms + t * width, width, eps);
+    };
+    for (int64_t row = 0; row < rows.count; row++)
+      for (int64_t t = rows.starts[row]; t < rows.starts[row + 1]; t++) {
+        conv.token(row, t - rows.starts[row], sum.data());
+        finish(t);
+      }
+    for (int64_t t = rows.starts[rows.count]; t < tokens; t++) {
+      conv.padded_token(t, sum.data());
+      finish(t);
+    }
+    conv.store_windows();
+  });
+  return {hidden, normed};
+}
+
+}  // namespace inkling

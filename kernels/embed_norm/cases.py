@@ -1,0 +1,33 @@
+"""Shapes, inputs and tolerances of the embedding."""
+
+import torch
+
+from inkling_engine.kernels._cases import Case, normal
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+
+
+def cases() -> list[Case]:
+    """One token, the first and last ids, repeated and padded tokens."""
+    return [
+        Case(
+            f"{name}-{width}-{str(dtype).removeprefix('torch.')}",
+            (
+                torch.tensor(tokens, dtype=torch.int32),
+                normal(40, width, dtype=dtype),
+                1 + normal(width, dtype=dtype, scale=0.1),
+                torch.zeros(8, dtype=torch.int64),
+                torch.zeros(4, dtype=torch.int32),
+                1e-6,
+                1,
+            ),
+            tolerance,
+        )
+        for name, tokens in (
+            ("one", [7]),
+            ("ends", [0, 39, 0]),
+            ("padded", [5, 5, 12, 38, 0, 0, 0]),
+        )
+        for width in (192, 37)
+        for dtype, tolerance in TOLERANCES.items()
+    ]

@@ -1,0 +1,32 @@
+// All native CPU kernels in one library; each op's folder holds its own.
+#include "../attention_decode/native.h"
+#include "../attention_extend/native.h"
+#include "../attention_prologue/native.h"
+#include "../boundary/native.h"
+#include "../commit/native.h"
+#include "../embed_norm/native.h"
+#include "../experts/native.h"
+#include "../head/native.h"
+#include "../linear/native.h"
+#include "../rmsnorm/native.h"
+#include "../router/native.h"
+#include "../sample/native.h"
+#include "../step_metadata/native.h"
+#include "../swiglu/native.h"
+
+STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
+  m.impl("attention_decode", TORCH_BOX(&inkling::attention_decode));
+  m.impl("attention_extend", TORCH_BOX(&inkling::attention_extend));
+  m.impl("attention_prologue", TORCH_BOX(&inkling::attention_prologue));
+  m.impl("boundary", TORCH_BOX(&inkling::boundary));
+  m.impl("commit", TORCH_BOX(&inkling::commit));
+  m.impl("embed_norm", TORCH_BOX(&inkling::embed_norm));
+  m.impl("experts", TORCH_BOX(&inkling::experts));
+  m.impl("head", TORCH_BOX(&inkling::head));
+  m.impl("linear", TORCH_BOX(&inkling::linear));
+  m.impl("rmsnorm", TORCH_BOX(&inkling::rmsnorm));
+  m.impl("router", TORCH_BOX(&inkling::router));
+  m.impl("sample", TORCH_BOX(&inkling::sample));
+  m.impl("step_metadata", TORCH_BOX(&inkling::step_metadata));
+  m.impl("swiglu", TORCH_BOX(&inkling::swiglu));
+}

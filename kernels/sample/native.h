@@ -1,0 +1,268 @@
+// Greedy rows take one pass over the logits; only what a request asks for costs more.
+#pragma once
+#include "../native/common.h"
+#include "../native/table.h"
+
+#include <algorithm>
+
+namespace inkling {
+namespace sampling {
+
+constexpr int64_t CHUNK = 32;  // elements that a vectorised loop takes at once
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// First word of Philox-4x32-10 (Salmon et al. 2011).
+constexpr uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+  for (int round = 0; round < 10; round++) {
+    uint64_t low = uint64_t{0xD2511F53} * c0, high = uint64_t{0xCD9E8D57} * c2;
+    c0 = static_cast<uint32_t>(high >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(high);
+    c2 = static_cast<uint32_t>(low >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(low);
+    k0 += 0x9E3779B9;
+    k1 += 0xBB67AE85;
+  }
+  return c0;
+}
+// Known answers of Random123.
+static_assert(philox(0, 0, 0, 0, 0, 0) == 0x6627e8d5);
+static_assert(philox(~0u, ~0u, ~0u, ~0u, ~0u, ~0u) == 0x408f276d);
+static_assert(philox(0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0) == 0xd16cfe09);
+
+// ln(x) of a normal x > 0 to about 1 ulp, free of branches and calls. Cephes' polynomial.
+inline float logarithm(float x) {
+  constexpr int32_t SQRT_HALF = 0x3f3504f3;
+  int32_t bits = std::bit_cast<int32_t>(x), exponent = (bits - SQRT_HALF) >> 23;
+  float m = std::bit_cast<float>(bits - (exponent << 23)) - 1.0f, n = static_cast<float>(exponent);
+  float p = 7.0376836292e-2f;
+  p = multiply_add(p, m, -1.1514610310e-1f);
+  p = multiply_add(p, m, 1.1676998740e-1f);
+  p = multiply_add(p, m, -1.2420140846e-1f);
+  p = multiply_add(p, m, 1.4249322787e-1f);
+  p = multiply_add(p, m, -1.6668057665e-1f);
+  p = multiply_add(p, m, 2.0000714765e-1f);
+  p = multiply_add(p, m, -2.4999993993e-1f);
+  p = multiply_add(p, m, 3.3333331174e-1f);
+  float square = m * m, y = p * m * square;
+  y = multiply_add(n, -2.12194440e-4f, y);
+  y = multiply_add(-0.5f, square, y);
+  return multiply_add(n, 0.693359375f, m + y);
+}
+
+// Standard Gumbel noise from a random word: -ln(-ln(1 - u)), with log1p where 1 - u rounds.
+inline float gumbel(uint32_t word) {
+  float u = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
+  u = u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f;
+  float rest = 1.0f - u;
+  float exponential = rest == 1.0f ? u : logarithm(rest) * u / (rest - 1.0f);
+  return -logarithm(exponential);
+}
+
+// Noise of CHUNK token ids at a position.
+[[gnu::noinline]] inline void gumbel_chunk(const uint32_t* ids, uint32_t position, uint32_t low, uint32_t high,
+                                           float* __restrict noise) {
+  uint32_t words[CHUNK];
+  for (int64_t i = 0; i < CHUNK; i++) words[i] = philox(ids[i], position, 0, 0, low, high);
+  for (int64_t i = 0; i < CHUNK; i++) noise[i] = gumbel(words[i]);
+}
+
+inline bool all_finite(const float* values, int64_t count) {
+  return lane_sum(count, [&](int64_t i) { return values[i] - values[i]; }) == 0;  // each 0 or NaN
+}
+
+// The largest value; -infinity if there is none.
+inline float largest(const float* values, int64_t count) {
+  float lanes[CHUNK];
+  std::fill_n(lanes, CHUNK, -INFINITE);
+  int64_t i = 0;
+  for (; i + CHUNK <= count; i += CHUNK)
+    for (int64_t lane = 0; lane < CHUNK; lane++)
+      lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];  // std::max would not vectorise
+  for (; i < count; i++) lanes[0] = std::max(lanes[0], values[i]);
+  return *std::max_element(lanes, lanes + CHUNK);
+}
+
+// Index of the first largest value.
+inline int32_t first_largest(const float* values, int64_t count) {
+  return static_cast<int32_t>(std::find(values, values + count, largest(values, count)) - values);
+}
+
+// Ids of the `top` largest values, by descending value, then ascending id.
+inline void top_ids(const float* values, int64_t count, int64_t top, int32_t* ids) {
+  int64_t found = 0;
+  float least = -INFINITE;  // what an id must exceed to enter
+  auto enter = [&](int64_t id) {
+    int64_t place = found < top ? found++ : top - 1;
+    for (; place > 0 && values[ids[place - 1]] < values[id]; place--) ids[place] = ids[place - 1];
+    ids[place] = static_cast<int32_t>(id);
+    if (found == top) least = values[ids[top - 1]];
+  };
+  for (int64_t i = 0; top > 0 && i < count; i += CHUNK) {
+    int64_t end = std::min(i + CHUNK, count);
+    int32_t any = 0;
+    for (int64_t id = i; id < end; id++) any |= values[id] > least;
+    for (int64_t id = i; any && id < end; id++)
+      if (values[id] > least) enter(id);
+  }
+}
+
+// Order of ids: by descending value, then ascending id.
+struct Descending {
+  const float* values;
+  bool operator()(int32_t a, int32_t b) const { return values[a] > values[b] || (values[a] == values[b] && a < b); }
+};
+
+// Ids of `scaled` that pass min-p, top-k and top-p, in no particular order.
+class Filter {
+ public:
+  Filter(const std::vector<float>& scaled, float maximum, float min_p) : scaled_(scaled), maximum_(maximum) {
+    for (size_t id = 0; id < scaled.size(); id++)
+      if (scaled[id] > -INFINITE && (min_p <= 0 || weight(static_cast<int32_t>(id)) >= min_p))
+        ids_.push_back(static_cast<int32_t>(id));
+  }
+
+  void keep_top_k(int64_t k) {
+    if (k <= 0 || k >= count()) return;
+    std::nth_element(ids_.begin(), ids_.begin() + k, ids_.end(), Descending{scaled_.data()});
+    ids_.resize(k);
+  }
+
+  // Halves what is undecided: [0, begin) is kept and weighs `kept` < the goal, from `end` on nothing is.
+  void keep_top_p(float top_p) {
+    if (top_p >= 1 || ids_.empty()) return;
+    double goal = top_p * weight(0, count()), kept = 0;
+    int64_t begin = 0, end = count();
+    while (end - begin > 1) {
+      int64_t middle = (begin + end) / 2;
+      std::nth_element(ids_.begin() + begin, ids_.begin() + middle, ids_.begin() + end, Descending{scaled_.data()});
+      double upper = weight(begin, middle);
+      if (kept + upper >= goal) {
+        end = middle;
+      } else {
+        kept += upper;
+        begin = middle;
+      }
+    }
+    ids_.resize(end);
+  }
+
+  const std::vector<int32_t>& ids() const { return ids_; }
+
+ private:
+  int64_t count() const { return static_cast<int64_t>(ids_.size()); }
+  float weight(int32_t id) const { return exponential(scaled_[id] - maximum_); }
+  double weight(int64_t begin, int64_t end) const {  // fp64: a long vocabulary's sums must not drift
+    double sum = 0;
+    for (int64_t i = begin; i < end; i++) sum += weight(ids_[i]);
+    return sum;
+  }
+  const std::vector<float>& scaled_;
+  float maximum_;
+  std::vector<int32_t> ids_;
+};
+
+// One row's line of the request table.
+struct Request {
+  const int32_t *ints, *counts;
+  const float* floats;
+  int64_t generated, stop_ids, bias_ids;
+
+  bool stops_masked() const { return generated < ints[table::MIN_TOKENS]; }
+
+  bool changes_logits() const {
+    const float* bias = floats + table::FLOAT_HEADER;
+    return stops_masked() || floats[table::PRESENCE] != 0 || floats[table::FREQUENCY] != 0 ||
+           floats[table::REPETITION] != 1 || std::any_of(bias, bias + bias_ids, [](float b) { return b != 0; });
+  }
+
+  // Bias, stop mask and penalties, in place.
+  void process(std::vector<float>& logits) const {
+    for (int64_t i = 0; i < bias_ids; i++)
+      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0) logits[ints[table::INT_HEADER + stop_ids + i]] += bias;
+    for (int64_t i = 0; stops_masked() && i < stop_ids; i++)
+      if (size_t stop = ints[table::INT_HEADER + i]; stop < logits.size()) logits[stop] = -INFINITE;
+    float repetition = floats[table::REPETITION], frequency = floats[table::FREQUENCY], presence = floats[table::PRESENCE];
+    for (size_t id = 0; id < logits.size(); id++) {
+      float logit = logits[id], repeated = logit > 0 ? logit / repetition : logit * repetition;
+      int32_t output = counts[id] & (table::PROMPT_SEEN - 1);
+      logit = counts[id] != 0 ? repeated : logit;
+      logits[id] = logit - frequency * static_cast<float>(output) - (output > 0 ? presence : 0.0f);
+    }
+  }
+
+  // The noisy choice among the ids that pass the filters; `logits` becomes logits / T.
+  int32_t draw(std::vector<float>& logits, int64_t position) const {
+    float temperature = floats[table::TEMPERATURE];
+    for (float& logit : logits) logit /= temperature;
+    Filter filter(logits, largest(logits.data(), logits.size()), floats[table::MIN_P]);
+    filter.keep_top_k(ints[table::TOP_K]);
+    filter.keep_top_p(floats[table::TOP_P]);
+    int32_t best = 0;
+    float best_value = -INFINITE;
+    for (size_t first = 0; first < filter.ids().size(); first += CHUNK) {
+      int64_t count = std::min<int64_t>(CHUNK, filter.ids().size() - first);
+      uint32_t ids[CHUNK] = {};
+      float noise[CHUNK];
+      std::copy_n(&filter.ids()[first], count, ids);
+      gumbel_chunk(ids, position, ints[table::SEED_LOW], ints[table::SEED_HIGH], noise);
+      for (int64_t i = 0; i < count; i++) {
+        int32_t id = ids[i];
+        float value = logits[id] + noise[i];
+        if (value > best_value || (value == best_value && id < best)) best_value = value, best = id;
+      }
+    }
+    return best;
+  }
+
+  int32_t choose(const float* raw, int64_t vocab, int64_t position) const {
+    bool greedy = floats[table::TEMPERATURE] == 0;
+    if (greedy && !changes_logits()) return first_largest(raw, vocab);
+    std::vector<float> logits(raw, raw + vocab);
+    if (changes_logits()) process(logits);
+    return greedy ? first_largest(logits.data(), vocab) : draw(logits, position);
+  }
+};
+
+}  // namespace sampling
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
+    const Tensor& logits, const Tensor& token_counts, const Tensor& request_state, const Tensor& request_ints,
+    const Tensor& request_floats, const Tensor& slots, const Tensor& starts, const Tensor& lengths,
+    const Tensor& emits, int64_t stop_ids, int64_t bias_ids, int64_t top) {
+  int64_t rows = logits.size(0), vocab = logits.size(1);
+  STD_TORCH_CHECK(top <= vocab, "more top logprobs than tokens");
+  Tensor tokens = make(ScalarType::Int, {rows}), logprobs = make(ScalarType::Float, {rows});
+  Tensor top_tokens = make(ScalarType::Int, {rows, top}), top_logprobs = make(ScalarType::Float, {rows, top});
+  const int32_t* bounds = data<int32_t>(starts);
+  for (int64_t row = 0; row < rows; row++) {
+    int32_t *token = data<int32_t>(tokens) + row, *best = data<int32_t>(top_tokens) + row * top;
+    float *logprob = data<float>(logprobs) + row, *best_logprobs = data<float>(top_logprobs) + row * top;
+    const float* raw = data<float>(logits) + row * vocab;
+    bool emit = data<int32_t>(emits)[row] != 0;
+    if (!emit || !sampling::all_finite(raw, vocab)) {
+      float nothing = emit ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+      *token = 0;
+      *logprob = nothing;
+      std::fill_n(best, top, 0);
+      std::fill_n(best_logprobs, top, nothing);
+      continue;
+    }
+    int64_t slot = data<int32_t>(slots)[row];
+    sampling::Request request{data<int32_t>(request_ints) + slot * request_ints.size(1),
+                              data<int32_t>(token_counts) + slot * vocab,
+                              data<float>(request_floats) + slot * request_floats.size(1),
+                              data<int32_t>(request_state)[slot * table::STATE_WIDTH + table::GENERATED],
+                              stop_ids,
+                              bias_ids};
+    float maximum = sampling::largest(raw, vocab);
+    float log_sum = std::log(lane_sum(vocab, [&](int64_t i) { return exponential(raw[i] - maximum); }));
+    auto log_softmax = [&](int32_t id) { return raw[id] - maximum - log_sum; };
+    *token = request.choose(raw, vocab, data<int32_t>(lengths)[row] + bounds[row + 1] - bounds[row]);
+    *logprob = log_softmax(*token);
+    sampling::top_ids(raw, vocab, top, best);
+    std::transform(best, best + top, best_logprobs, log_softmax);
+  }
+  return {tokens, logprobs, top_tokens, top_logprobs};
+}
+
+}  // namespace inkling

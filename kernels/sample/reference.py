@@ -1,0 +1,128 @@
+"""Sampling: penalties, filters, counter-based Gumbel noise; see the package docstring."""
+
+import torch
+from torch import Tensor
+
+from inkling_engine.kernels import table
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def sample(
+    logits: Tensor,
+    token_counts: Tensor,
+    request_state: Tensor,
+    request_ints: Tensor,
+    request_floats: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    emits: Tensor,
+    stop_ids: int,
+    bias_ids: int,
+    top: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens and logprobs of a step; see the package docstring."""
+    rows = len(logits)
+    tokens, logprobs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
+    top_tokens, top_logprobs = torch.zeros(rows, top, dtype=torch.int32), torch.zeros(rows, top)
+    for row in emits.nonzero().flatten().tolist():
+        raw = logits[row]
+        if not raw.isfinite().all():
+            logprobs[row] = top_logprobs[row] = torch.nan
+            continue
+        slot, position = int(slots[row]), int(lengths[row] + starts[row + 1] - starts[row])
+        ints, floats = request_ints[slot], request_floats[slot]
+        generated = int(request_state[slot, table.GENERATED])
+        wanted = process(raw, token_counts[slot], generated, ints, floats, stop_ids, bias_ids)
+        tokens[row] = token = choose(wanted, position, ints, floats)
+        all_logprobs = raw.log_softmax(0)
+        logprobs[row] = all_logprobs[token]
+        best = raw.sort(descending=True, stable=True).indices[:top]
+        top_tokens[row], top_logprobs[row] = best, all_logprobs[best]
+    return tokens, logprobs, top_tokens, top_logprobs
+
+
+def process(
+    raw: Tensor,
+    counts: Tensor,
+    generated: int,
+    ints: Tensor,
+    floats: Tensor,
+    stop_ids: int,
+    bias_ids: int,
+) -> Tensor:
+    """Logits [V] of one row after bias, stop mask and penalties (order of the package docstring)."""
+    logits = raw.clone()
+    ids = ints[table.INT_HEADER + stop_ids :][:bias_ids].tolist()
+    for token, value in zip(ids, floats[table.FLOAT_HEADER :][:bias_ids].tolist(), strict=True):
+        if value != 0:
+            logits[token] += value
+    if generated < int(ints[table.MIN_TOKENS]):
+        stops = ints[table.INT_HEADER :][:stop_ids]
+        logits[stops[stops < len(logits)].long()] = -torch.inf
+    repetition = floats[table.REPETITION]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts != 0, repeated, logits)
+    output = counts & (table.PROMPT_SEEN - 1)
+    return logits - floats[table.FREQUENCY] * output - floats[table.PRESENCE] * (output > 0)
+
+
+def choose(logits: Tensor, position: int, ints: Tensor, floats: Tensor) -> int:
+    """The token of one row with processed `logits` [V], to stand at `position`."""
+    temperature = floats[table.TEMPERATURE]
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / temperature
+    kept = filtered(
+        scaled, float(floats[table.MIN_P]), int(ints[table.TOP_K]), float(floats[table.TOP_P])
+    )
+    noise = gumbel(len(logits), position, ints[[table.SEED_LOW, table.SEED_HIGH]])
+    return int((scaled + noise).where(kept, -torch.inf).argmax())
+
+
+def filtered(scaled: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """Which of the logits `scaled` [V] pass min-p, top-k and top-p, as bool [V]."""
+    order = scaled.sort(descending=True, stable=True).indices
+    weights = (scaled[order] - scaled.max()).exp()
+    kept = (weights >= min_p) & (scaled[order] > -torch.inf)
+    if top_k > 0:
+        kept[top_k:] = False
+    if top_p < 1:
+        share = weights.where(kept, 0).double()  # fp64: a long vocabulary's sums must not drift
+        kept &= share.cumsum(0) - share < top_p * share.sum()
+        kept[0] = True
+    return torch.zeros_like(kept).scatter(0, order, kept)
+
+
+def gumbel(vocab: int, position: int, seed: Tensor) -> Tensor:
+    """Standard Gumbel noise [vocab] f32 of the tokens at `position` under `seed` [2] i32."""
+    words = philox(torch.arange(vocab), position, int(seed[0]) & _WORD, int(seed[1]) & _WORD)
+    uniform = ((words[0].float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -(-torch.log1p(-uniform)).log()
+
+
+def philox(
+    first: Tensor, second: int, key0: int, key1: int, third: int = 0, fourth: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 (Salmon et al. 2011) of the counters (first, second, third, fourth).
+
+    `first` is int64 of 32-bit words, any shape; the four output words have its shape.
+    """
+    c = first, first.new_tensor(second), first.new_tensor(third), first.new_tensor(fourth)
+    for step in range(_ROUNDS):
+        k0, k1 = (
+            (key + step * weyl) & _WORD for key, weyl in zip((key0, key1), _WEYL, strict=True)
+        )
+        low, high = c[0] * _MULTIPLIERS[0], c[2] * _MULTIPLIERS[1]  # modulo 2^64
+        c = (
+            (high >> 32 & _WORD) ^ c[1] ^ k0,
+            high & _WORD,
+            (low >> 32 & _WORD) ^ c[3] ^ k1,
+            low & _WORD,
+        )
+    shape = first.shape
+    return c[0].expand(shape), c[1].expand(shape), c[2].expand(shape), c[3].expand(shape)
