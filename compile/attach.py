@@ -1,0 +1,65 @@
+"""Adds weights to a programs-only engine: `python -m inkling_engine.compile.attach DIR CHECKPOINT`.
+
+The checkpoint must have the engine's shape. The folder is the old engine until the last moment.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from inkling_engine.artifacts import store
+from inkling_engine.artifacts.errors import UsageError, UserError
+from inkling_engine.artifacts.layout import weights_file
+from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
+from inkling_engine.compile.checkpoint import check, open_checkpoint, require_shape
+from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.models.inkling.names import recipes
+from inkling_engine.compile.plan import fingerprint
+
+
+def attach(folder: Path, checkpoint_folder: Path) -> Manifest:
+    """Convert the checkpoint's weights for every rank and add them to the engine `folder`.
+
+    Raises UsageError when the engine has weights or the checkpoint is of another shape.
+    """
+    manifest = store.open_manifest(folder)
+    spec = manifest.spec
+    if manifest.weights:
+        raise UsageError(
+            "engine folder", f"{folder} with weights", "a programs-only engine", "nothing to do"
+        )
+    checkpoint = open_checkpoint(checkpoint_folder)
+    require_shape(checkpoint, spec.shape, spec.model)
+    staging = store.stage(folder)
+    entries = []
+    for rank in range(spec.tp):
+        recipe = recipes(spec.shape, spec.dtype, checkpoint.layout, spec.tp, rank)
+        check(checkpoint, recipe)
+        target = staging / weights_file(rank)
+        target.parent.mkdir(exist_ok=True)
+        write_weights(checkpoint, recipe, target)
+        entries.append(WeightsEntry(rank=rank, file=weights_file(rank)))
+    changed = msgspec.structs.replace(
+        manifest,
+        weights=tuple(entries),
+        recipe=recipes(spec.shape, spec.dtype, checkpoint.layout, spec.tp, 0),
+        source=f"{checkpoint.folder.name} sha256:{fingerprint(checkpoint)}",
+    )
+    return store.add_files(folder, staging, changed)
+
+
+def main() -> int:
+    """Command line of the module; one line on stderr and an exit code on a mistake."""
+    try:
+        attach(Path(sys.argv[1]), Path(sys.argv[2]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Backends turn an exported step into a program file."""

@@ -1,0 +1,104 @@
+"""Scripted steps without a scheduler: fills a bucket's row inputs for chosen slots and tokens.
+
+The twin gate and the golden recording drive the step with it. Pages are mapped one to one: every
+slot owns a fixed range of both page pools, so nothing has to be allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.export import Inputs
+from inkling_engine.compile.pools import pool_entries
+from inkling_engine.compile.steps import step
+from inkling_engine.kernels import table
+from inkling_engine.kernels._op import use_references
+from inkling_engine.kernels.state import allocate, allocate_rows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One row of a scripted step: `tokens` fed to `slot`; none means its last sampled token."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int] = ()
+    admit: bool = False
+    sample: bool = True
+    temperature: float = 0.0
+    snapshots: Sequence[int] = field(default=())
+
+    @property
+    def count(self) -> int:
+        """Tokens that the row processes."""
+        return len(self.tokens) or 1
+
+
+class Machine:
+    """Pools and row inputs of one bucket set, and the eager step over them."""
+
+    def __init__(self, spec: EngineSpec, weights: Mapping[str, Tensor]) -> None:
+        self.spec, self.weights = spec, weights
+        self.pools = {entry.name: allocate(entry) for entry in pool_entries(spec)}
+
+    def rows(self, inputs: Inputs, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+        """Fresh row inputs that describe `chunks`."""
+        _, rows = allocate_rows(inputs.rows, inputs.row_bytes)
+        fill_rows(self.spec, rows, chunks)
+        return rows
+
+    def eager(self, bucket: Bucket, rows: Mapping[str, Tensor]) -> Tensor:
+        """The reference step: logits [rows, real vocabulary] float32."""
+        with use_references(), torch.no_grad():
+            return step(self.spec, bucket, self.weights, self.pools, rows)
+
+    def results(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Integer and float result lines of the last step's first `rows` rows."""
+        line = (int(self.pools["step_counter"][0]) - 1) % self.spec.pools.results
+        ints, floats = self.pools["results_int"], self.pools["results_float"]
+        return ints[line, :rows], floats[line, :rows]
+
+
+def fill_rows(spec: EngineSpec, rows: Mapping[str, Tensor], chunks: Sequence[Chunk]) -> None:
+    """Write `chunks` into zeroed row inputs; greedy unless a chunk has a temperature."""
+    tokens = [token for chunk in chunks for token in (chunk.tokens or (0,))]
+    rows["token_ids"][: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    updates = [update for chunk in chunks for update in _page_updates(spec, chunk)]
+    rows["page_updates"][: len(updates)] = torch.tensor(updates, dtype=torch.int32)
+    for i, chunk in enumerate(chunks):
+        rows["row_slots"][i] = chunk.slot
+        rows["row_counts"][i] = chunk.count
+        sampled = table.SAMPLE if chunk.sample else 0
+        rows["row_flags"][i] = sampled | (0 if chunk.tokens else table.FROM_TABLE)
+        rows["snapshot_updates"][i, 0] = chunk.slot
+        for j, slot in enumerate(chunk.snapshots):
+            rows["snapshot_updates"][i, 1 + j] = slot
+        if chunk.admit:
+            _fill_admission(spec, rows["admit_ints"][i], rows["admit_floats"][i], chunk)
+
+
+def _fill_admission(spec: EngineSpec, ints: Tensor, floats: Tensor, chunk: Chunk) -> None:
+    ints[table.ADMIT_SLOT], ints[table.ADMIT_LENGTH] = chunk.slot, chunk.start
+    line = ints[table.ADMIT_HEADER :]
+    line[table.PROMPT_LENGTH] = line[table.MAX_TOKENS] = spec.max_context
+    line[table.SEED_LOW] = chunk.slot
+    line[table.INT_HEADER : table.INT_HEADER + spec.limits.stop_ids] = table.INERT_TOKEN
+    floats[table.TEMPERATURE] = chunk.temperature
+    floats[table.TOP_P] = floats[table.REPETITION] = 1
+
+
+def _page_updates(spec: EngineSpec, chunk: Chunk) -> list[tuple[int, int, int, int]]:
+    width, ring = spec.pools.table_width, spec.pools.window_ring
+    first, last = chunk.start // spec.page_size, (chunk.start + chunk.count - 1) // spec.page_size
+    updates = []
+    for page in range(first, last + 1):
+        entry = page % ring
+        full, window = 1 + (chunk.slot - 1) * width + page, 1 + (chunk.slot - 1) * ring + entry
+        updates.append((table.FULL_TABLE, chunk.slot, page, full))
+        updates.append((table.WINDOW_TABLE, chunk.slot, entry, window))
+    return updates

@@ -1,0 +1,87 @@
+"""Golden inputs: short greedy continuations recorded from the eager reference.
+
+`verify` must reproduce their tokens and log-probabilities. A continuation ends before the first
+position whose two best logits are so close that rounding alone could exchange them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.driver import Chunk, Machine
+from inkling_engine.compile.export import program_inputs
+
+NEW_TOKENS = 8
+MARGIN = {"float32": 1e-3, "bfloat16": 0.25}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+TEXTS = (
+    "def main",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n" * 2,
+)
+
+
+class GoldenCase(msgspec.Struct, frozen=True):
+    """Prompt ids, the greedy tokens that follow, and the log-probability of each."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Golden(msgspec.Struct, frozen=True):
+    """All cases of an engine, and the absolute tolerance of their log-probabilities."""
+
+    cases: list[GoldenCase]
+    tolerance: float
+
+
+def record(spec: EngineSpec, weights: Path | None, tokenizer: Path | None) -> bytes:
+    """Golden JSON of the engine whose rank-0 weight file is `weights`; no cases without it."""
+    cases = []
+    if weights is not None:
+        with safe_open(weights, framework="pt") as tensors:
+            loaded = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        cases = [_record_case(spec, loaded, prompt) for prompt in _prompts(spec, tokenizer)]
+    return msgspec.json.encode(Golden(cases=cases, tolerance=TOLERANCE[spec.dtype]))
+
+
+def _prompts(spec: EngineSpec, tokenizer: Path | None) -> list[list[int]]:
+    longest = max(1, spec.max_context - NEW_TOKENS)
+    if tokenizer is not None and tokenizer.exists():
+        from tokenizers import Tokenizer
+
+        encoder = Tokenizer.from_file(str(tokenizer))
+        return [encoder.encode(text, add_special_tokens=False).ids[:longest] for text in TEXTS]
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, spec.shape.real_vocab, (min(n, longest),), generator=generator).tolist()
+        for n in (3, 40)
+    ]
+
+
+def _record_case(
+    spec: EngineSpec, weights: Mapping[str, Tensor], prompt: Sequence[int]
+) -> GoldenCase:
+    machine = Machine(spec, weights)
+    bucket = Bucket(kind="extend", rows=1, tokens=len(prompt))
+    chunk = Chunk(slot=1, start=0, tokens=prompt, admit=True)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < min(NEW_TOKENS, spec.max_context - len(prompt)):
+        rows = machine.rows(program_inputs(spec, bucket, ()), [chunk])
+        best = machine.eager(bucket, rows)[0].topk(2).values
+        if best[0] - best[1] < MARGIN[spec.dtype]:
+            break
+        ints, floats = machine.results(1)
+        tokens.append(int(ints[0, 1]))
+        logprobs.append(float(floats[0, 0]))
+        chunk = Chunk(slot=1, start=chunk.start + chunk.count)
+        bucket = Bucket(kind="decode", rows=1, tokens=1)
+    return GoldenCase(list(prompt), tokens, logprobs)

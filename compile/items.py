@@ -1,0 +1,156 @@
+"""The work items of a build; each makes one file of the engine and returns its note."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import torch
+
+from inkling_engine.artifacts.compat import Environment
+from inkling_engine.artifacts.digest import Identity
+from inkling_engine.artifacts.errors import FailedError
+from inkling_engine.artifacts.layout import (
+    GOLDEN_FILE,
+    kernel_library_file,
+    program_file,
+    program_name,
+    weights_file,
+)
+from inkling_engine.artifacts.manifest import BuildEnvironment
+from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.golden import record
+from inkling_engine.compile.models.inkling.names import recipes
+from inkling_engine.compile.plan import Plan
+from inkling_engine.compile.worker import Request
+from inkling_engine.kernels import native
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_workers: set[subprocess.Popen[str]] = set()
+
+
+def cache_folder() -> Path:
+    """Where compilers keep what can be made again: `$INKLING_ENGINE_CACHE` or the user's cache."""
+    default = platformdirs.user_cache_dir("inkling-engine")
+    return Path(os.environ.get("INKLING_ENGINE_CACHE") or default)
+
+
+def source_digest() -> str:
+    """SHA-256 over this room's sources: the step's code is part of an engine's identity."""
+    room, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(room.rglob("*.py")):
+        digest.update(path.relative_to(room).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def source_name(plan: Plan, identity: Identity) -> str:
+    """Where the weights came from: folder name and fingerprint, or that there are none."""
+    if plan.checkpoint is None:
+        return "no weights"
+    return f"{plan.checkpoint.folder.name} sha256:{identity.sources['weights']}"
+
+
+def build_environment() -> BuildEnvironment:
+    """This machine and installation, as the manifest records them."""
+    return Environment.current().for_build(built_with_gpu=torch.cuda.is_available())
+
+
+def kernels(spec: EngineSpec, staging: Path) -> bytes:
+    """Compile the native kernels (or take them from the cache) and copy them in."""
+    try:
+        library = native.compile_library(cache_folder() / "kernels", spec.arch)
+    except native.CompilerError as error:
+        expected = "a C++20 compiler that builds the native kernels"
+        raise FailedError("native kernels", error, expected, "see what it printed") from None
+    target = staging / kernel_library_file()
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(library, target)
+    return library.name.encode()
+
+
+def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> bytes:
+    """Compile one bucket in a worker process; returns its `ProgramEntry` as JSON."""
+    name, target = program_name(bucket), staging / program_file(bucket)
+    scratch = Path(tempfile.mkdtemp(prefix=f"run-{name}-", dir=work))
+    request = Request(
+        spec=spec,
+        bucket=bucket,
+        kernel_library=str(staging / kernel_library_file()),
+        package=str(scratch / target.name),
+        entry=str(scratch / "entry.json"),
+    )
+    (scratch / "request.json").write_bytes(msgspec.json.encode(request))
+    _run_worker(name, scratch / "request.json", spec)
+    os.replace(request.package, target)
+    entry = Path(request.entry).read_bytes()
+    shutil.rmtree(scratch)
+    return entry
+
+
+def weights(plan: Plan, staging: Path, rank: int) -> bytes:
+    """Convert one rank's weights; returns the file's digest."""
+    assert plan.checkpoint is not None, "a programs-only plan has no weight items"
+    spec, target = plan.spec, staging / weights_file(rank)
+    target.parent.mkdir(exist_ok=True)
+    recipe = recipes(spec.shape, spec.dtype, plan.checkpoint.layout, spec.tp, rank)
+    return write_weights(plan.checkpoint, recipe, target).encode()
+
+
+def golden(plan: Plan, staging: Path) -> bytes:
+    """Record the golden continuations with the eager reference, if rank 0 has its weights."""
+    tokenizer = plan.checkpoint.folder / TOKENIZER_FILES[0] if plan.checkpoint else None
+    weight_file = staging / weights_file(0) if 0 in plan.ranks else None
+    target = staging / GOLDEN_FILE
+    target.parent.mkdir(exist_ok=True)
+    target.write_bytes(record(plan.spec, weight_file, tokenizer))
+    return b""
+
+
+def copy_tokenizer(plan: Plan, target: Path) -> None:
+    """Copy the checkpoint's text files that a run needs; the folder may stay empty."""
+    target.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES if plan.checkpoint else ():
+        path = plan.checkpoint.folder / name  # type: ignore[union-attr]
+        if path.exists():
+            shutil.copyfile(path, target / name)
+
+
+def stop_workers() -> None:
+    """End the worker processes that still run."""
+    for worker in list(_workers):
+        worker.kill()
+
+
+def _run_worker(name: str, request: Path, spec: EngineSpec) -> None:
+    """Run a worker to its end; its one-line error becomes ours."""
+    compiler_cache = cache_folder() / f"inductor-{torch.__version__}-{spec.arch}"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(spec.threads),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiler_cache),
+    }
+    command = [sys.executable, "-m", "inkling_engine.compile.worker", str(request)]
+    worker = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    _workers.add(worker)
+    try:
+        _, printed = worker.communicate()
+    finally:
+        _workers.discard(worker)
+    if worker.returncode:
+        last = (printed.strip().splitlines() or [f"exit code {worker.returncode}"])[-1]
+        raise FailedError(f"program {name}", last, "a program that passes its gates", "see above")

@@ -1,0 +1,119 @@
+"""Layout of an engine's state and row inputs: names, dtypes and shapes, without torch.
+
+The pools outlive every step, the rows are one bucket's static inputs; both become explicit
+program inputs in the order given here.
+"""
+
+from __future__ import annotations
+
+import math
+
+from inkling_engine.artifacts.manifest import DType, RowEntry, TensorEntry
+from inkling_engine.artifacts.spec import Bucket, EngineSpec, LayerKind
+from inkling_engine.kernels import table
+
+ROW_ALIGNMENT = 64
+MAX_WORLD = 8
+ITEM_SIZE = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
+
+
+def destinations(spec: EngineSpec, bucket: Bucket) -> int:
+    """Most grid boundaries that one row of `bucket` can cross in a step."""
+    longest = 1 if bucket.kind == "decode" else bucket.tokens
+    return (longest - 1) // spec.snapshot_grid + 1
+
+
+def pool_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
+    """Every pool of one rank, in program input order."""
+    return (*_state_pools(spec), *_table_pools(spec))
+
+
+def row_entries(spec: EngineSpec, bucket: Bucket) -> tuple[tuple[RowEntry, ...], int]:
+    """Row inputs of `bucket` as views of one buffer, and the buffer's size in bytes."""
+    rows, tokens = bucket.rows, bucket.tokens
+    updates = 2 * (tokens // spec.page_size + 2 * rows)
+    shapes: dict[str, tuple[int, ...]] = {
+        "row_slots": (rows,),
+        "row_counts": (rows,),
+        "row_sources": (rows,),
+        "row_flags": (rows,),
+        "token_ids": (tokens,),
+        "admit_ints": (rows, table.ADMIT_HEADER + int_columns(spec)),
+        "admit_floats": (rows, float_columns(spec)),
+        "page_updates": (updates, 4),
+        "snapshot_updates": (rows, 1 + _most_destinations(spec)),
+    }
+    entries, offset = [], 0
+    for name, shape in shapes.items():
+        dtype: DType = "float32" if name == "admit_floats" else "int32"
+        entries.append(RowEntry(name=name, dtype=dtype, shape=shape, offset=offset))
+        offset += -(-math.prod(shape) * 4 // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return tuple(entries), offset
+
+
+def int_columns(spec: EngineSpec) -> int:
+    """Width of `request_ints`."""
+    return table.INT_HEADER + spec.limits.stop_ids + spec.limits.bias_ids
+
+
+def float_columns(spec: EngineSpec) -> int:
+    """Width of `request_floats`."""
+    return table.FLOAT_HEADER + spec.limits.bias_ids
+
+
+def entry_bytes(entry: TensorEntry) -> int:
+    """Size of a tensor in bytes."""
+    return math.prod(entry.shape) * ITEM_SIZE[entry.dtype]
+
+
+def rank_kv_heads(kind: LayerKind, tp: int) -> int:
+    """KV heads that one rank holds; replicated when there are more ranks than heads."""
+    return max(1, kind.kv_heads // tp)
+
+
+def _most_destinations(spec: EngineSpec) -> int:
+    return max(destinations(spec, bucket) for bucket in spec.buckets)
+
+
+def _state_pools(spec: EngineSpec) -> list[TensorEntry]:
+    shape, sizes, act = spec.shape, spec.pools, spec.dtype
+    entries = []
+    for name, kind, pages in (
+        ("full", shape.full, sizes.full_pages),
+        ("window", shape.local, sizes.window_pages),
+    ):
+        layers = shape.count(local=name == "window")
+        heads = rank_kv_heads(kind, spec.tp)
+        paged = (layers, pages, 2, heads, spec.page_size, kind.head_dim)
+        taps = (layers, sizes.slots, shape.conv_kernel - 1, 2 * heads * kind.head_dim)
+        entries.append(TensorEntry(name=f"kv_{name}", dtype=act, shape=paged))
+        entries.append(TensorEntry(name=f"conv_kv_{name}", dtype=act, shape=taps))
+    for name in ("conv_attn", "conv_mlp"):
+        taps = (shape.layers, sizes.slots, shape.conv_kernel - 1, shape.hidden)
+        entries.append(TensorEntry(name=name, dtype=act, shape=taps))
+    return entries
+
+
+def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
+    sizes, top = spec.pools, spec.limits.top_logprobs
+    lines = 1 + spec.max_running
+    rows = max(bucket.rows for bucket in spec.buckets)
+    ints: dict[str, tuple[int, ...]] = {
+        "request_state": (lines, table.STATE_WIDTH),
+        "request_ints": (lines, int_columns(spec)),
+        "token_counts": (lines, spec.shape.real_vocab),
+        "full_table": (lines, sizes.table_width),
+        "window_table": (lines, sizes.window_ring),
+        "snapshot_slots": (lines, _most_destinations(spec)),
+        "snapshot_lengths": (sizes.slots,),
+        "results_int": (sizes.results, rows, table.RESULT_HEADER + top),
+        "rank": (4,),
+    }
+    entries = [TensorEntry(name=n, dtype="int32", shape=s) for n, s in ints.items()]
+    floats: dict[str, tuple[int, ...]] = {
+        "request_floats": (lines, float_columns(spec)),
+        "results_float": (sizes.results, rows, table.RESULT_FLOAT_HEADER + top),
+    }
+    entries += [TensorEntry(name=n, dtype="float32", shape=s) for n, s in floats.items()]
+    wide = {"step_counter": (4,), "peers": (MAX_WORLD,)}
+    return entries + [TensorEntry(name=n, dtype="int64", shape=s) for n, s in wide.items()]

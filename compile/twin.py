@@ -1,0 +1,152 @@
+"""The twin gate: a compiled program must equal the eager step over several stateful steps.
+
+A small engine's program is its own twin; a large one is proved by the same step code and bucket at
+reduced widths. Both sides start each step from the same state, so that a rounding difference in
+one step does not become another token in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from inkling_engine.artifacts.errors import FailedError
+from inkling_engine.artifacts.manifest import TensorEntry
+from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.driver import Chunk, Machine
+from inkling_engine.compile.export import Inputs
+from inkling_engine.compile.pools import destinations, entry_bytes, pool_entries
+from inkling_engine.kernels.state import random_weight
+
+SMALL_BYTES = 1 << 30
+STEPS = 3
+TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+def is_small(spec: EngineSpec, weights: Sequence[TensorEntry]) -> bool:
+    """Whether the engine itself can be proved: weights and two sets of pools fit in 1 GiB."""
+    pools = sum(entry_bytes(entry) for entry in pool_entries(spec))
+    return sum(entry_bytes(entry) for entry in weights) + 2 * pools <= SMALL_BYTES
+
+
+def reduced(spec: EngineSpec) -> EngineSpec:
+    """The same buckets, layers and options at small widths and few pages."""
+    shape = spec.shape
+    shrink = msgspec.structs.replace
+    kinds = [
+        shrink(kind, heads=4, kv_heads=2, head_dim=16, window=min(kind.window, 128), extent=128)
+        for kind in (shape.full, shape.local)
+    ]
+    small = shrink(
+        shape,
+        hidden=64,
+        full=kinds[0],
+        local=kinds[1],
+        dense_width=96,
+        expert_width=32,
+        experts=min(shape.experts, 16),
+        vocab=512,
+        real_vocab=500,
+    )
+    longest = STEPS * max(bucket.tokens for bucket in spec.buckets)
+    width = -(-longest // spec.page_size)
+    running = max(bucket.rows for bucket in spec.buckets)
+    pools = shrink(
+        spec.pools,
+        slots=1 + 2 * running,
+        snapshots=running,
+        table_width=width,
+        window_ring=width,
+        full_pages=1 + running * width,
+        window_pages=1 + running * width,
+    )
+    return shrink(spec, shape=small, tp=1, max_running=running, pools=pools)
+
+
+def prove(spec: EngineSpec, bucket: Bucket, inputs: Inputs, run: Run) -> None:
+    """Compare `run` (inputs in call order -> [logits]) with the eager step.
+
+    Raises `FailedError` naming the first tensor that differs and by how much.
+    """
+    weights = {entry.name: random_weight(entry, seed=1) for entry in inputs.weights}
+    eager, compiled = Machine(spec, weights), Machine(spec, weights)
+    for number, chunks in enumerate(script(spec, bucket)):
+        for name, pool in eager.pools.items():
+            compiled.pools[name].copy_(pool)
+        expected_rows, rows = eager.rows(inputs, chunks), compiled.rows(inputs, chunks)
+        expected = eager.eager(bucket, expected_rows)
+        call = [*weights.values(), *compiled.pools.values(), *rows.values()]
+        (found,) = run(call)
+        where = f"step {number + 1}"
+        _compare(f"{where} logits", found, expected, spec.dtype)
+        for name, pool in eager.pools.items():
+            if name not in ("request_state", "token_counts", "results_int", "results_float"):
+                _compare(f"{where} pool {name}", compiled.pools[name], pool, spec.dtype)
+        for name, tensor in expected_rows.items():
+            _compare(f"{where} row input {name}", rows[name], tensor, spec.dtype)
+        _compare_choices(where, eager, compiled, expected)
+
+
+def script(spec: EngineSpec, bucket: Bucket) -> list[list[Chunk]]:
+    """Steps of uneven chunks over all rows but one, with snapshots and one sampled row."""
+    rows = max(1, min(bucket.rows - 1, spec.max_running))
+    lengths, generator = [0] * rows, torch.Generator().manual_seed(0)
+    first_snapshot, most = 1 + spec.max_running, destinations(spec, bucket)
+    steps = []
+    for number in range(STEPS):
+        chunks = []
+        for i in range(rows):
+            count = (
+                1 if bucket.kind == "decode" else max(1, bucket.tokens * (i + 1) // (rows * rows))
+            )
+            follow = number > 0 and (bucket.kind == "decode" or i == rows - 1)
+            ids = torch.randint(0, spec.shape.real_vocab, (count,), generator=generator).tolist()
+            slots = range(first_snapshot + i, first_snapshot + spec.pools.snapshots, rows)
+            chunk = Chunk(
+                slot=1 + i,
+                start=lengths[i],
+                tokens=() if follow else ids,
+                admit=number == 0,
+                sample=number > 0 or bucket.kind == "decode" or i == rows - 1,
+                temperature=0.8 if i == 1 else 0.0,
+                snapshots=tuple(slots)[:most],
+            )
+            lengths[i] += chunk.count
+            chunks.append(chunk)
+        steps.append(chunks)
+    return steps
+
+
+def _compare(what: str, found: Tensor, expected: Tensor, dtype: str) -> None:
+    if not expected.is_floating_point():
+        difference = 0.0 if torch.equal(found, expected) else float("inf")
+    elif expected.numel() == 0:
+        return
+    else:
+        scale = max(1.0, expected.abs().max().item())
+        difference = (found.float() - expected.float()).abs().max().item() / scale
+    if not difference <= TOLERANCE[dtype]:
+        raise FailedError(
+            "gate twin", f"{what} off by {difference:.3g}", "equal to the eager step", "report this"
+        )
+
+
+def _compare_choices(where: str, eager: Machine, compiled: Machine, logits: Tensor) -> None:
+    """Sampled tokens must agree wherever the reference's own margin is above the tolerance."""
+    rows = logits.shape[0]
+    (ints, _), (found, _) = eager.results(rows), compiled.results(rows)
+    best = logits.topk(2).values
+    clear = (best[:, 0] - best[:, 1]) > 4 * TOLERANCE[eager.spec.dtype] * best.abs().max()
+    temperature = eager.pools["request_floats"][ints[:, 0].long(), 0]
+    for row in range(rows):
+        same = torch.equal(found[row, :4], ints[row, :4])
+        if clear[row] and temperature[row] == 0 and not same:
+            raise FailedError(
+                "gate twin", f"{where} row {row}: {found[row, :4].tolist()}",
+                f"{ints[row, :4].tolist()}", "report this",
+            )  # fmt: skip
