@@ -1,0 +1,117 @@
+"""Memory of an engine, and its programs' inputs checked against the manifest once.
+
+A program checks nothing by itself: a wrong shape or dtype gives wrong numbers, a misaligned input
+is copied and what the step writes into it is lost. So every input is compared here, by name,
+before the first step; afterwards nothing is allocated and no address changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inkling_engine.artifacts.manifest import Manifest, ProgramEntry
+from inkling_engine.kernels.state import DTYPES, Layout, allocate_rows
+from inkling_engine.runtime.graphs import Runner, RunnerFactory
+from inkling_engine.runtime.metadata import RowInputs
+from inkling_engine.runtime.pool import StatePool, host_view
+from inkling_engine.runtime.results import ResultRing
+from inkling_engine.runtime.timing import Timings
+from inkling_engine.runtime.tokens import Tokenizer
+from inkling_engine.runtime.weights import used_weights
+
+INPUT_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What an engine runs on: allocated, checked and bound."""
+
+    manifest: Manifest
+    pool: StatePool
+    rows: dict[str, RowInputs]
+    results: ResultRing
+    runner: Runner
+    tokenizer: Tokenizer | None
+    timings: Timings
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Bytes that weights, pools and row buffers of one rank take."""
+    rows = sum(program.row_bytes for program in manifest.programs)
+    tensors: list[Layout] = [*used_weights(manifest), *manifest.pools]
+    sizes = (math.prod(layout.shape) * DTYPES[layout.dtype].itemsize for layout in tensors)
+    return rows + sum(sizes)
+
+
+def assemble(
+    manifest: Manifest,
+    weights: Mapping[str, Tensor],
+    make_runner: RunnerFactory,
+    tokenizer: Tokenizer | None = None,
+    timings: Timings | None = None,
+) -> Loaded:
+    """Allocate pools and row buffers, bind every program's inputs, and make the runner."""
+    timings = timings or Timings()
+    with timings.phase("pools"):
+        pool = StatePool(manifest)
+        buffers = {
+            program.name: allocate_rows(program.rows, program.row_bytes)
+            for program in manifest.programs
+        }
+    with timings.phase("bind"):
+        inputs = {
+            program.name: _bind(program, manifest, weights, pool, buffers[program.name][1])
+            for program in manifest.programs
+        }
+        runner = make_runner(manifest, inputs)
+        rows = {
+            program.name: RowInputs(program, host_view(buffers[program.name][0]))
+            for program in manifest.programs
+        }
+        results = _result_ring(pool)
+    return Loaded(manifest, pool, rows, results, runner, tokenizer, timings)
+
+
+def _bind(
+    program: ProgramEntry,
+    manifest: Manifest,
+    weights: Mapping[str, Tensor],
+    pool: StatePool,
+    rows: Mapping[str, Tensor],
+) -> list[Tensor]:
+    """The inputs of one program in call order."""
+    expected: dict[str, Layout] = {}
+    found: dict[str, Tensor] = {}
+    layouts: dict[str, tuple[Layout, ...]] = {
+        "weights": manifest.recipe,
+        "pools": manifest.pools,
+        "rows": program.rows,
+    }
+    for kind, tensors in (("weights", weights), ("pools", pool.tensors), ("rows", rows)):
+        expected |= {f"{kind}.{layout.name}": layout for layout in layouts[kind]}
+        found |= {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
+    for name in program.inputs:
+        assert name in expected, f"{program.name}: unknown input {name}"
+        assert name in found, f"{program.name}: input {name} was not given"
+        _check(f"{program.name}: {name}", found[name], expected[name])
+    return [found[name] for name in program.inputs]
+
+
+def _check(name: str, tensor: Tensor, layout: Layout) -> None:
+    assert tensor.dtype == DTYPES[layout.dtype], f"{name} is {tensor.dtype}, not {layout.dtype}"
+    shape = tuple(tensor.shape)
+    assert shape == layout.shape, f"{name} has shape {shape}, not {layout.shape}"
+    assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
+    assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
+    assert not tensor.requires_grad, f"{name} requires a gradient"
+    assert tensor.data_ptr() % INPUT_ALIGNMENT == 0, f"{name} is misaligned"
+
+
+def _result_ring(pool: StatePool) -> ResultRing:
+    ints, floats = pool.tensors["results_int"], pool.tensors["results_float"]
+    lines, rows, width = ints.shape
+    return ResultRing(host_view(ints).cast("i"), host_view(floats).cast("f"), (lines, rows, width))

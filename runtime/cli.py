@@ -1,0 +1,175 @@
+"""`inkling-engine`: a thin shell over the runtime, the engine folder always first.
+
+Results go to stdout, logs and errors, one line each, to stderr. Whatever is slow to import is
+imported by the command that needs it: `inspect` loads no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from inkling_engine.runtime.errors import FailedError, UsageError, UserError
+from inkling_engine.runtime.options import (
+    load_options,
+    parse_ids,
+    sampling_options,
+    sampling_params,
+)
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.requests import Prompt
+
+Folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Open, check and run a compiled engine folder."""
+
+
+@command.command()
+@Folder
+@JSON
+def inspect(folder: Path, as_json: bool) -> None:
+    """Print what was built, for what, from what, how big."""
+    from inkling_engine.runtime.inspect import describe, render
+
+    facts = describe(folder)
+    click.echo(_encode(facts) if as_json else render(facts))
+
+
+@command.command()
+@Folder
+@load_options
+@JSON
+def verify(folder: Path, as_json: bool, **load: Any) -> None:
+    """Check every digest, then run the golden inputs."""
+    from inkling_engine.runtime.verify import verify_engine
+
+    outcome = verify_engine(folder, **_loading(load))
+    lines = "\n".join(f"{name}: {text}" for name, text in outcome.items())
+    click.echo(_encode(outcome) if as_json else lines)
+
+
+@command.command()
+@Folder
+@click.option("--prompt", metavar="TEXT", help="Prompt text.")
+@click.option("--prompt-ids", metavar="IDS", help="Prompt as token ids, such as 1,5,7.")
+@sampling_options
+@load_options
+@click.option("--stream", is_flag=True, help="Print text as it comes.")
+@click.option("--timings", is_flag=True, help="Tell where the time went.")
+@JSON
+def generate(
+    folder: Path,
+    prompt: str | None,
+    prompt_ids: str | None,
+    stream: bool,
+    timings: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Continue a prompt."""
+    from inkling_engine.runtime.generate import run_prompt, stream_prompt
+
+    load = {name: values.pop(name) for name in ("random_weights", "memory", "log_level")}
+    request = _prompt(prompt, prompt_ids), sampling_params(values)
+    if stream:
+        if as_json or request[1].n > 1:
+            found = "--json" if as_json else f"--n {request[1].n}"
+            raise UsageError("--stream", f"{found} beside it", "text of one choice", "drop one")
+        result = stream_prompt(folder, *request, _write, **_loading(load))
+    else:
+        result = run_prompt(folder, *request, **_loading(load))
+    seconds = result.pop("timings")
+    if timings:
+        result["timings"] = seconds
+    _print_result(result, as_json=as_json, streamed=stream)
+
+
+@command.command("attach-weights")
+@Folder
+@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+def attach_weights(folder: Path, checkpoint: Path) -> None:
+    """Convert a checkpoint's weights into a programs-only engine."""
+    module = "inkling_engine.compile.attach"  # its own process: no compiler in the runtime
+    command_line = [sys.executable, "-m", module, str(folder), str(checkpoint)]
+    if code := subprocess.run(command_line, check=False).returncode:
+        sys.exit(code if code > 0 else 1)
+
+
+def main() -> None:
+    """Entry point: exit codes 0 ok, 1 failure, 2 usage, 3 to 5 as `artifacts.errors`, 130."""
+    try:
+        command.main(prog_name="inkling-engine", standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as error:
+        _fail(str(error), error.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    except BrokenPipeError:  # nobody reads on; keep the interpreter from saying so at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _encode(value: object) -> str:
+    import msgspec
+
+    return msgspec.json.encode(value).decode()
+
+
+def _loading(values: dict[str, Any]) -> dict[str, Any]:
+    """Set up logging, and keep what `Engine.load` takes."""
+    level = values.pop("log_level").upper()
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s: %(message)s")
+    return values
+
+
+def _write(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+def _prompt(text: str | None, ids: str | None) -> Prompt:
+    if (text is None) == (ids is None):
+        found = "neither" if text is None else "both"
+        remedy = "give --prompt TEXT or --prompt-ids 1,5,7"
+        raise UsageError("prompt", found, "exactly one of --prompt and --prompt-ids", remedy)
+    return parse_ids("--prompt-ids", ids) if ids is not None else text or ""
+
+
+def _print_result(result: dict[str, Any], *, as_json: bool, streamed: bool) -> None:
+    """Print the choices (unless they were streamed), and fail if one of them did."""
+    if as_json:
+        click.echo(_encode(result))
+    elif streamed:
+        click.echo()
+    else:
+        for choice in result["choices"]:
+            click.echo(choice["text"])
+    if "timings" in result and not as_json:
+        for name, seconds in result["timings"].items():
+            click.echo(f"{name}: {seconds:.4f} s", err=True)
+    for choice in result["choices"]:
+        if choice["finish_reason"] == "error":
+            remedy = "check the weights, or build with --dtype fp32"
+            where = f"choice {choice['index']}"
+            raise FailedError(where, "non-finite logits", "finite logits", remedy)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""`Engine`: requests in, tokens out. Load a folder once, then submit and step, or just generate.
+
+One step is: plan, fill the row buffer, replay the bucket, read its line of the result ring, hand
+tokens to their sequences. Sampling, stop ids and budgets live in the replayed program; only what
+needs text (stop strings) is decided here. All calls may come from any thread: a lock keeps steps,
+submissions and aborts apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import threading
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as ListLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.capacity import Account
+from inkling_engine.runtime.errors import FailedError, UsageError
+from inkling_engine.runtime.loader import LoadOptions, load
+from inkling_engine.runtime.metadata import encode_params
+from inkling_engine.runtime.requests import (
+    Completion,
+    Cursor,
+    Delta,
+    FinishReason,
+    Prompt,
+    Request,
+    Sequence,
+    Status,
+    open_request,
+    pair_prompts,
+    read_prompt,
+)
+from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.scheduler import Plan, Scheduler
+from inkling_engine.runtime.tokens import TextStream
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.binding import Loaded
+    from inkling_engine.runtime.graphs import Runner, RunnerFactory
+
+_REASONS: dict[int, FinishReason] = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.NON_FINITE: "error",
+}
+
+
+class Engine:
+    """An open engine. Close it, or use it as a context manager."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        """Run on what `loader.load` or `binding.assemble` made."""
+        self.manifest, self.spec = loaded.manifest, loaded.manifest.spec
+        self.pool, self.tokenizer, self.timings = loaded.pool, loaded.tokenizer, loaded.timings
+        self._rows, self._results = loaded.rows, loaded.results
+        self._runner: Runner | None = loaded.runner
+        self._names = {program.bucket: program.name for program in loaded.manifest.programs}
+        self.scheduler = Scheduler(self.spec)
+        self.steps = 0
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._shared_step: asyncio.Future[Any] | None = None
+        self._closed: FailedError | None = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        random_weights: int | None = None,
+        memory: float | None = None,
+        programs: RunnerFactory | None = None,
+    ) -> Self:
+        """Open the engine in `folder`; see `loader.LoadOptions` for the keywords.
+
+        Seconds by phase are in `timings`. Raises a UserError that says what to do next:
+        IncompatibleError, CorruptError, DoesNotFitError or UsageError.
+        """
+        options = LoadOptions(random_weights=random_weights, memory=memory, programs=programs)
+        return cls(load(Path(folder), options))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...})."""
+        return self._submit([prompt], [params or SamplingParams()])[0]
+
+    def step(self) -> list[Request]:
+        """Run one step; return the requests that it finished. Without work nothing happens."""
+        with self._lock:
+            if self._closed:
+                raise self._closed
+            try:
+                return self._step()
+            except BaseException as error:
+                found = f"{type(error).__name__} in a step"
+                self._closed = FailedError("engine", found, "an open engine", "load it again")
+                raise
+
+    def abort(self, request: Request) -> None:
+        """End a request's unfinished choices with reason `abort` and free what they hold."""
+        with self._lock:
+            if self._closed:
+                return
+            for sequence in request.sequences:
+                if sequence.status is not Status.FINISHED:
+                    self._finish(sequence, "abort")
+
+    def generate(
+        self,
+        prompts: Prompt | ListLike[Prompt],
+        params: SamplingParams | ListLike[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Run prompts to their ends together; completions come in the order of the prompts.
+
+        `params` is one for all or a list of the same length. Nothing runs if one is refused.
+        """
+        requests = self._submit(*pair_prompts(prompts, params))
+        try:
+            while not all(request.finished for request in requests):
+                self.step()
+        finally:
+            self._abandon(requests)
+        return [request.completion() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Run a prompt, yielding each choice's new tokens and text as they come.
+
+        The deltas of a choice add up to its completion. Ending the iteration early aborts.
+        """
+        return self._stream(self._submit([prompt], [params or SamplingParams()], streaming=True)[0])
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """`generate` for one prompt, awaited; concurrent calls run together."""
+        request = (await asyncio.to_thread(self._submit, [prompt], [params or SamplingParams()]))[0]
+        try:
+            while not request.finished:
+                await self._await_step()
+        finally:
+            self._abandon([request])
+        return request.completion()
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncIterator[Delta]:
+        """`stream`, awaited; concurrent calls run together."""
+        arguments = [prompt], [params or SamplingParams()]
+        request = (await asyncio.to_thread(self._submit, *arguments, streaming=True))[0]
+        cursors = [Cursor(sequence) for sequence in request.sequences]
+        try:
+            while not all(cursor.exhausted for cursor in cursors):
+                for delta in filter(None, [cursor.take() for cursor in cursors]):
+                    yield delta
+                if not request.finished:
+                    await self._await_step()
+        finally:
+            self._abandon([request])
+
+    def accounting(self) -> dict[str, Account]:
+        """Free, live and reserved slots and pages."""
+        return self.scheduler.accounting()
+
+    def close(self) -> None:
+        """Abort what runs and let go of weights, pools and programs. Twice does no harm."""
+        with self._lock:
+            if not self._closed:
+                for sequence in self.scheduler.unfinished():
+                    self._finish(sequence, "abort")
+                self._closed = FailedError(
+                    "engine", "a closed engine", "an open one", "load it again"
+                )
+            self._rows.clear()
+            self.pool.tensors.clear()
+            self._runner = None
+
+    def __enter__(self) -> Self:
+        """The engine itself; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _submit(
+        self,
+        prompts: ListLike[Prompt],
+        params: ListLike[SamplingParams],
+        *,
+        streaming: bool = False,
+    ) -> list[Request]:
+        """Check all prompts, then queue them all."""
+        requests = [self._open(*pair, streaming) for pair in zip(prompts, params, strict=True)]
+        with self._lock:
+            if self._closed:
+                raise self._closed
+            for request in requests:
+                self.scheduler.waiting.extend(request.sequences)
+        return requests
+
+    def _open(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request:
+        ids = read_prompt(prompt, self.tokenizer)
+        request = open_request(next(self._ids), ids, params, self.spec, secrets.randbits(64))
+        for sequence in request.sequences:
+            self.scheduler.require_fit(sequence)
+            encode_params(sequence, self.spec)
+            if self.tokenizer and params.detokenize and (streaming or params.stop):
+                sequence.stream = TextStream(self.tokenizer, params)
+        if params.stop and not self.tokenizer:
+            remedy = "use stop_token_ids"
+            raise UsageError("stop", params.stop, "none: the engine has no tokenizer", remedy)
+        return request
+
+    def _step(self) -> list[Request]:
+        if (plan := self.scheduler.next()) is None:
+            self.scheduler.check()
+            return []
+        name = self._names[plan.bucket]
+        self._rows[name].fill(plan)
+        assert self._runner is not None
+        self._runner.run(name)
+        self.scheduler.complete()
+        step, self.steps = self.steps, self.steps + 1
+        return self._collect(plan, step)
+
+    def _collect(self, plan: Plan, step: int) -> list[Request]:
+        """Hand a completed step's tokens to their sequences; return the requests that ended."""
+        results, finished = self._results, []
+        places = results.rows(step, len(plan.sequences))
+        for sequence, flag, at in zip(plan.sequences, plan.flags, places, strict=True):
+            if not flag & SAMPLE:
+                continue
+            slot, token, code = results.ints[at : at + 3]
+            assert slot == sequence.slot, "the result line belongs to another slot"
+            if code == Finish.NON_FINITE:
+                self._finish(sequence, "error")
+            else:
+                sequence.tokens.append(token)
+                if sequence.logprobs is not None:
+                    top = sequence.params.logprobs or 0
+                    sequence.logprobs.append(results.logprob(at, top))
+                if code or sequence.stream:
+                    self._advance_text(sequence, token, code)
+            if sequence.finish_reason and sequence.request.finished:
+                finished.append(sequence.request)
+        return finished
+
+    def _advance_text(self, sequence: Sequence, token: int, code: int) -> None:
+        """Add a token to the text, and end the sequence if it or the text says so."""
+        params, stream = sequence.params, sequence.stream
+        ended = code == Finish.STOP
+        if stream and not (ended and not params.include_stop_str_in_output):
+            may_stop = len(sequence.tokens) > params.min_tokens
+            if stop := stream.push(token, may_stop=may_stop):
+                self._finish(sequence, "stop", stop)
+                return
+        if code:
+            listed = ended and token in (params.stop_token_ids or ())
+            self._finish(sequence, _REASONS[code], token if listed else None)
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a sequence: its text becomes final, its slot and pages are free."""
+        self.scheduler.release(sequence)
+        sequence.finish(reason, stop_reason)
+        if sequence.stream:
+            cut = isinstance(stop_reason, str)
+            sequence.text = sequence.stream.text if cut else sequence.stream.close()
+        elif self.tokenizer and sequence.params.detokenize:
+            hidden = reason == "stop" and not sequence.params.include_stop_str_in_output
+            ids = sequence.tokens[:-1] if hidden else sequence.tokens
+            skip = sequence.params.skip_special_tokens
+            sequence.text = self.tokenizer.decode(ids, skip_special_tokens=skip)
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        cursors = [Cursor(sequence) for sequence in request.sequences]
+        try:
+            while not all(cursor.exhausted for cursor in cursors):
+                yield from filter(None, [cursor.take() for cursor in cursors])
+                if not request.finished:
+                    self.step()
+        finally:
+            self._abandon([request])
+
+    async def _await_step(self) -> None:
+        """Wait for a step in a worker thread, which all awaiting requests share."""
+        if self._shared_step is None or self._shared_step.done():
+            self._shared_step = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(self._shared_step)
+
+    def _abandon(self, requests: list[Request]) -> None:
+        for request in requests:
+            if not request.finished:
+                self.abort(request)

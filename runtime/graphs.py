@@ -1,0 +1,58 @@
+"""`GraphSet`: the compiled programs of an engine, each bound to its inputs, run by bucket name.
+
+The only module that touches torch's private package loader. A program gets one input list, built
+once; a run passes that same list, so every step reads and writes the same addresses. On the CPU a
+replay is a plain call; there is nothing to capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inkling_engine.artifacts.manifest import Manifest
+from inkling_engine.runtime.ops import load_ops
+
+Package = torch._C._aoti.AOTIModelPackageLoader
+MODEL_NAME = "model"  # what a build names the one model in each package
+
+
+class Runner(Protocol):
+    """Whatever runs the step of a bucket over the inputs that it was made with."""
+
+    def run(self, name: str) -> None:
+        """Run program `name` once, to completion."""
+
+
+RunnerFactory = Callable[[Manifest, Mapping[str, list[Tensor]]], Runner]
+
+
+class GraphSet:
+    """Programs by name, each with its inputs in call order."""
+
+    def __init__(self, programs: Mapping[str, Package], inputs: Mapping[str, list[Tensor]]) -> None:
+        """Bind opened packages to their checked inputs."""
+        assert programs.keys() == inputs.keys()
+        self._calls = {name: (programs[name].run, inputs[name]) for name in programs}
+
+    def run(self, name: str) -> None:
+        """Run program `name` once; on the CPU it has completed when this returns."""
+        call, inputs = self._calls[name]
+        call(inputs)
+
+
+def open_programs(folder: Path, manifest: Manifest) -> RunnerFactory:
+    """Load the ops and open every program of an engine folder; the result binds them.
+
+    Packages are opened single-threaded: one runner each, called by one thread at a time.
+    """
+    load_ops(folder, manifest)
+    programs = {
+        program.name: Package(str(folder / program.file), MODEL_NAME, True, 1, -1)
+        for program in manifest.programs
+    }
+    return lambda _, inputs: GraphSet(programs, inputs)

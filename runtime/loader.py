@@ -1,0 +1,127 @@
+"""From an engine folder to something that runs, in checked phases, each timed.
+
+manifest -> compatibility -> digests -> (a probe in a child process) -> weights -> programs ->
+pools -> bind. No native code of the folder is opened here before its digests hold and the probe
+has come back. Torch is imported on the way, as a phase of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inkling_engine.artifacts import layout
+from inkling_engine.artifacts.compat import Environment, require
+from inkling_engine.artifacts.manifest import Manifest
+from inkling_engine.artifacts.store import open_manifest, verify_files
+from inkling_engine.runtime import probe
+from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
+from inkling_engine.runtime.timing import Timings
+from inkling_engine.runtime.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.binding import Loaded
+    from inkling_engine.runtime.graphs import RunnerFactory
+
+log = logging.getLogger("inkling_engine.load")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Choices of a load.
+
+    random_weights: seed to draw weights with, for engines that have none. memory: the most that
+    the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
+    now. programs: makes what runs the steps in place of the folder's programs (then no native
+    code of the folder is opened).
+    """
+
+    random_weights: int | None = None
+    memory: float | None = None
+    programs: RunnerFactory | None = None
+
+
+def load(folder: Path, options: LoadOptions) -> Loaded:
+    """Open, check and bind the engine in `folder`; every refusal is a UserError."""
+    timings = Timings()
+    manifest = _open(folder, options, timings)
+    child = None if options.programs else probe.start(folder)
+    try:
+        with timings.phase("import"):
+            import torch
+
+            from inkling_engine.runtime import binding, graphs, weights
+        _require_memory(binding.total_bytes(manifest), options.memory)
+        torch.set_num_threads(manifest.spec.threads)
+        with timings.phase("weights"):
+            if options.random_weights is None:
+                values = weights.read_weights(folder / layout.weights_file(0), manifest)
+            else:
+                values = weights.random_weights(manifest, options.random_weights)
+        with timings.phase("probe"):
+            if child:
+                probe.finish(child, folder)
+    except BaseException:
+        if child:
+            probe.stop(child)
+        raise
+    with timings.phase("programs"):
+        make_runner = options.programs or graphs.open_programs(folder, manifest)
+        tokenizer = Tokenizer.open(folder)
+    return binding.assemble(manifest, values, make_runner, tokenizer, timings)
+
+
+def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
+    """Everything that can be refused without torch."""
+    with timings.phase("manifest"):
+        manifest = open_manifest(folder)
+    with timings.phase("compat"):
+        for mismatch in require(manifest, Environment.current()):
+            log.warning(
+                "%s: built %s, found %s; %s",
+                mismatch.field,
+                mismatch.built,
+                mismatch.found,
+                mismatch.remedy,
+            )
+    if manifest.spec.device != "cpu" or manifest.spec.tp != 1:
+        found = f"{manifest.spec.device}, tp {manifest.spec.tp}"
+        raise IncompatibleError("engine target", found, "cpu, tp 1", "build the engine for the CPU")
+    with timings.phase("digests"):
+        verify_files(folder, manifest)
+    if not manifest.weights and options.random_weights is None:
+        remedy = f"run `inkling-engine attach-weights {folder} CHECKPOINT`, or use --random-weights"
+        raise UsageError(
+            "engine folder", f"{folder}, programs only", "an engine with weights", remedy
+        )
+    return manifest
+
+
+def _require_memory(need: int, limit: float | None) -> None:
+    """Raise DoesNotFitError if `need` bytes are more than allowed, or than there are."""
+    if limit is None:
+        allowed, what = _free_memory(), "free memory"
+    else:
+        fraction = isinstance(limit, float) and limit <= 1
+        allowed = int(limit * _machine_memory()) if fraction else int(limit)
+        what = "--memory"
+    if need > allowed:
+        found = f"{need:,} bytes for weights, pools and rows"
+        remedy = "build with fewer --max-running or a smaller --max-context, or use more memory"
+        raise DoesNotFitError("memory", found, f"at most {allowed:,} ({what})", remedy)
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that can be had without swapping; the whole machine's where that is not told."""
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return _machine_memory()

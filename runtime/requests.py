@@ -1,0 +1,306 @@
+"""Requests and what becomes of them: `Request` -> `Sequence` (one a choice) -> `Completion`.
+
+A sequence waits, runs (first its prompt, then token by token) and is finished, never anything
+else again. Which slot and pages it holds is written by the scheduler, its tokens and text by the
+engine loop; results belong to the object, never to a name, so a late one cannot reach another.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.runtime.sampling import SamplingParams, check_params, choice_seed
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.tokens import TextStream
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Prompt = str | ListLike[int] | Mapping[str, Any]
+
+
+class Encoder(Protocol):
+    """Whatever turns text into ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`."""
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life; it only moves down this list."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token's log-probability, and the most likely tokens, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request; the prompt is counted once, tokens over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished sequence. `stop_reason` is the stop string or stop token id that ended it, None
+    for the model's own end token; `cumulative_logprob` and `logprobs` are None if not asked for."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    cumulative_logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request: its choices in order, its prompt as token ids, and counts."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a stream adds to choice `index`; the last one of a choice has its finish reason."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Sequence:
+    """One choice of a request. Compared by identity.
+
+    `length` counts tokens whose state is in the pools; `full_pages[i]` is the physical page of
+    logical page i; `window_pages` are those of logical pages `window_first` and up; `capacity` is
+    how many tokens the pages taken so far hold.
+    """
+
+    __slots__ = (
+        "admit_floats",
+        "admit_ints",
+        "capacity",
+        "finish_reason",
+        "full_pages",
+        "index",
+        "length",
+        "logprobs",
+        "params",
+        "prompt",
+        "request",
+        "seed",
+        "slot",
+        "status",
+        "stop_reason",
+        "stream",
+        "text",
+        "tokens",
+        "total",
+        "window_first",
+        "window_pages",
+        "window_reserved",
+    )
+
+    def __init__(self, request: Request, index: int, total: int, seed: int) -> None:
+        """A waiting sequence of at most `total` tokens, prompt included, drawn with `seed`."""
+        self.request, self.index, self.total, self.seed = request, index, total, seed
+        self.prompt, self.params = request.prompt, request.params
+        self.status = Status.WAITING
+        self.slot = self.length = self.capacity = 0
+        self.full_pages: list[int] = []
+        self.window_pages: deque[int] = deque()
+        self.window_first = self.window_reserved = 0
+        self.admit_ints: array[int] = array("i")
+        self.admit_floats: array[float] = array("f")
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if self.params.logprobs is None else []
+        self.stream: TextStream | None = None
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens may be generated."""
+        return self.total - len(self.prompt)
+
+    def start(self, slot: int) -> None:
+        """Enter the running state in `slot`."""
+        assert self.status is Status.WAITING and slot > 0
+        self.status, self.slot = Status.RUNNING, slot
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Enter the finished state, once."""
+        assert self.status is not Status.FINISHED, "a sequence ends once"
+        self.status = Status.FINISHED
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def choice(self) -> Choice:
+        """The result of a finished sequence."""
+        assert self.finish_reason is not None, "the sequence is not finished"
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
+        return Choice(
+            index=self.index,
+            token_ids=tuple(self.tokens),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else sum(item.logprob for item in logprobs),
+        )
+
+
+class Cursor:
+    """How far a stream has handed out one sequence."""
+
+    __slots__ = ("_characters", "_sequence", "_tokens", "exhausted")
+
+    def __init__(self, sequence: Sequence) -> None:
+        """At the beginning of `sequence`."""
+        self._sequence = sequence
+        self._tokens = self._characters = 0
+        self.exhausted = False
+
+    def take(self) -> Delta | None:
+        """What is new since the last call, or None; the finish reason comes once, at the end."""
+        sequence, start = self._sequence, self._tokens
+        finished = sequence.status is Status.FINISHED
+        if self.exhausted or not (finished or len(sequence.tokens) > start):
+            return None
+        text = sequence.text if finished else ""
+        if not finished and sequence.stream:
+            text = sequence.stream.text[: sequence.stream.ready]
+        first, self._tokens = self._characters, len(sequence.tokens)
+        self._characters, self.exhausted = max(first, len(text)), finished
+        return Delta(
+            index=sequence.index,
+            token_ids=tuple(sequence.tokens[start:]),
+            text=text[first:],
+            logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs[start:]),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )
+
+
+class Request:
+    """A submitted prompt with its sampling; `sequences` are its choices, in order."""
+
+    __slots__ = ("id", "params", "prompt", "sequences")
+
+    def __init__(self, request_id: int, prompt: ListLike[int], params: SamplingParams) -> None:
+        """A request without sequences yet; `open_request` makes whole ones."""
+        self.id, self.prompt, self.params = request_id, prompt, params
+        self.sequences: list[Sequence] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(sequence.status is Status.FINISHED for sequence in self.sequences)
+
+    def completion(self) -> Completion:
+        """The result; every choice must have ended."""
+        choices = tuple(sequence.choice() for sequence in self.sequences)
+        count = sum(len(choice.token_ids) for choice in choices)
+        return Completion(self.id, tuple(self.prompt), choices, Usage(len(self.prompt), count))
+
+
+def open_request(
+    request_id: int, prompt: ListLike[int], params: SamplingParams, spec: EngineSpec, seed: int
+) -> Request:
+    """Check a prompt and its sampling against the engine and make the request.
+
+    `seed` is used if the request has none. Raises UsageError for an empty prompt, an id outside
+    the vocabulary, or more tokens than the context holds.
+    """
+    check_prompt(prompt, spec)
+    check_params(params, spec)
+    room = spec.max_context - len(prompt)
+    count = room if params.max_tokens is None else params.max_tokens
+    if count > room or room < 1:
+        asked = f"{len(prompt)} + {max(count, 1)} = {len(prompt) + max(count, 1)}"
+        limit = f"at most {spec.max_context} (max_context)"
+        raise UsageError("prompt + max_tokens", asked, limit, "shorten one of them")
+    request = Request(request_id, prompt, params)
+    base = seed if params.seed is None else params.seed
+    for index in range(params.n):
+        total = len(prompt) + count
+        request.sequences.append(Sequence(request, index, total, choice_seed(base, index)))
+    return request
+
+
+def read_prompt(prompt: Prompt, tokenizer: Encoder | None) -> ListLike[int]:
+    """The token ids of a prompt in any of its forms."""
+    if isinstance(prompt, Mapping):
+        keys = prompt.keys() & {"prompt", "prompt_token_ids"}
+        if len(keys) != 1 or len(prompt) != 1:
+            expected = "exactly one of `prompt` and `prompt_token_ids`"
+            raise UsageError(
+                "prompt", f"an object with {sorted(prompt)}", expected, "give that one"
+            )
+        prompt = prompt[keys.pop()]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            expected = "token ids: the engine has no tokenizer"
+            raise UsageError("prompt", "text", expected, "give prompt_token_ids")
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, (list, tuple)):
+        return list(prompt)
+    found = type(prompt).__name__
+    raise UsageError("prompt", found, "text or a list of token ids", "give one of them")
+
+
+def pair_prompts(
+    prompts: Prompt | ListLike[Prompt], params: SamplingParams | ListLike[SamplingParams] | None
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    """A list of prompts, and sampling for each: one prompt or one sampling may stand alone."""
+    single = isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int))
+    listed = cast(list[Prompt], [prompts] if single else list(prompts))
+    if params is None or isinstance(params, SamplingParams):
+        return listed, [params or SamplingParams()] * len(listed)
+    if len(params) != len(listed):
+        found = f"{len(params)} for {len(listed)} prompts"
+        raise UsageError("params", found, "one, or one for each prompt", "give as many of both")
+    return listed, list(params)
+
+
+def check_prompt(prompt: ListLike[Any], spec: EngineSpec) -> None:
+    """Raise UsageError unless `prompt` is a non-empty list of ids of the real vocabulary."""
+    if not prompt:
+        raise UsageError("prompt", "no tokens", "at least one token", "give a prompt")
+    vocab = spec.shape.real_vocab
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocab:
+            expected = f"integer ids from 0 to {vocab - 1}"
+            raise UsageError("prompt token id", repr(token), expected, "use the model's tokenizer")
