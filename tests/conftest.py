@@ -1,0 +1,52 @@
+"""What all tests share: a reproducible hypothesis profile, and tiers by what a test needs.
+
+A test without a tier mark gets the one of its folder, `cpu` unless listed here. The summary counts
+the tiers and names those that ran nothing, so that an untested tier is never taken for a good one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+TIERS = ("null", "cpu", "gpu", "multi", "packaging")
+FOLDER_TIERS = {"artifacts": "null", "packaging": "packaging"}
+
+settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+settings.load_profile("reproducible")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test exactly one tier."""
+    for item in items:
+        marked = [tier for tier in TIERS if item.get_closest_marker(tier)]
+        assert len(marked) < 2, f"{item.nodeid} is in several tiers: {marked}"
+        tier = marked[0] if marked else FOLDER_TIERS.get(item.path.parent.name, "cpu")
+        if not marked:
+            item.add_marker(tier)
+        item.user_properties.append(("tier", tier))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests of each tier ran, and which tiers ran nothing."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    ran = Counter(dict(report.user_properties).get("tier") for report in reports)
+    terminalreporter.write_line(f"tiers run: {', '.join(f'{tier} {ran[tier]}' for tier in TIERS)}")
+    if idle := [tier for tier in TIERS if not ran[tier]]:
+        terminalreporter.write_line(f"TIERS THAT RAN NOTHING: {', '.join(idle)}")
+
+
+@pytest.fixture(scope="session")
+def native_library() -> Path:
+    """The native kernels for this machine, loaded; compiled once for each state of the sources."""
+    from inkling_engine.kernels.native import compile_library, load_library
+
+    cache = os.environ.get("INKLING_ENGINE_CACHE") or Path.home() / ".cache" / "inkling-engine"
+    library = compile_library(Path(cache), "native")
+    load_library(library)
+    return library

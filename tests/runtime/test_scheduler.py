@@ -1,0 +1,323 @@
+"""The scheduler alone: order, chunks, buckets, and the life of slots and pages.
+
+`Device` replays plans as the step would, with one owner for every slot, page and ring entry, so
+that a page handed out twice, freed too early or too late, is an assertion.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_spec import PAGE, RING, WINDOW, build_spec
+
+from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.kernels.table import FROM_TABLE, FULL_TABLE, SAMPLE
+from inkling_engine.runtime.errors import UsageError
+from inkling_engine.runtime.requests import Request, Sequence, Status, open_request
+from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.scheduler import Plan, Scheduler
+
+pytestmark = pytest.mark.null
+
+_ids = itertools.count()
+
+
+def _sequence(spec: EngineSpec, prompt: int, new: int) -> Sequence:
+    params = SamplingParams(max_tokens=new)
+    return open_request(next(_ids), list(range(3, 3 + prompt)), params, spec, 0).sequences[0]
+
+
+class Device:
+    """Runs plans; `outputs` counts tokens by sequence, which end at their budget."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec, self.scheduler = spec, Scheduler(spec)
+        self.lengths: dict[Sequence, int] = {}
+        self.fed: dict[Sequence, list[int]] = {}
+        self.outputs: dict[Sequence, int] = {}
+        self.full: dict[tuple[int, int], int] = {}
+        self.ring: dict[tuple[int, int], tuple[int, int]] = {}
+        self.started: list[Sequence] = []
+
+    def step(self) -> Plan | None:
+        """One replay with all its checks; ended sequences are released."""
+        if (plan := self.scheduler.next()) is None:
+            return None
+        self._check_shape(plan)
+        for sequence in plan.admissions:
+            self.started.append(sequence)
+            self.lengths[sequence] = self.outputs[sequence] = 0
+            self.fed[sequence] = []
+        self._apply_pages(plan)
+        start = 0
+        for sequence, count, flags in zip(plan.sequences, plan.counts, plan.flags, strict=True):
+            tokens = plan.tokens[start : start + count]
+            self._run_row(sequence, count, flags, tokens)
+            start += count
+        self.scheduler.complete()
+        for sequence, flags in zip(plan.sequences, plan.flags, strict=True):
+            self.outputs[sequence] += flags & SAMPLE
+            if self.outputs[sequence] == sequence.max_tokens:
+                self.end(sequence)
+        self._check_owners()
+        return plan
+
+    def end(self, sequence: Sequence) -> None:
+        """Release a sequence in any state."""
+        self.scheduler.release(sequence)
+        sequence.finish("length")
+        self._check_owners()
+
+    def _check_shape(self, plan: Plan) -> None:
+        rows = len(plan.slots)
+        assert 0 < rows <= plan.bucket.rows and sum(plan.counts) <= plan.bucket.tokens
+        assert all(count > 0 for count in plan.counts), "a row without tokens is no row"
+        assert len(set(plan.slots)) == rows and all(
+            0 < s <= self.spec.max_running for s in plan.slots
+        )
+        assert [sequence.slot for sequence in plan.sequences] == plan.slots
+        assert set(map(id, plan.admissions)) <= set(map(id, plan.sequences))
+        updates = 2 * (plan.bucket.tokens // PAGE + 2 * plan.bucket.rows)
+        assert len(plan.pages) <= updates and len(plan.admissions) <= plan.bucket.rows
+        if plan.bucket.kind == "decode":
+            assert plan.flags == [SAMPLE | FROM_TABLE] * rows and not plan.tokens
+        else:
+            assert len(plan.tokens) == sum(plan.counts)
+
+    def _apply_pages(self, plan: Plan) -> None:
+        held_full = set(self.full.values())
+        held_window = {page for page, _ in self.ring.values()}
+        for kind, slot, index, page in plan.pages:
+            assert page > 0, "page 0 is never handed out"
+            sequence = next(s for s in plan.sequences if s.slot == slot)
+            if kind == FULL_TABLE:
+                assert page not in held_full and 0 < page < self.spec.pools.full_pages
+                held_full.add(page)
+                self.full[slot, index] = page
+            else:
+                assert page not in held_window and 0 < page < self.spec.pools.window_pages
+                held_window.add(page)
+                logical = sequence.window_first + sequence.window_pages.index(page)
+                assert logical % self.spec.pools.window_ring == index
+                self.ring[slot, index] = page, logical
+
+    def _run_row(self, sequence: Sequence, count: int, flags: int, tokens: list[int]) -> None:
+        length = self.lengths[sequence]
+        assert sequence.length == length
+        if flags & FROM_TABLE:
+            assert count == 1 and length >= len(sequence.prompt)
+        else:
+            self.fed[sequence] += tokens
+            assert bool(flags & SAMPLE) == (length + count == len(sequence.prompt))
+        for at in range(length, length + count):  # written, then read by every later query
+            assert (sequence.slot, at // PAGE) in self.full
+        for at in range(max(0, length - WINDOW + 1), length + count):
+            page = self.ring[sequence.slot, at // PAGE % self.spec.pools.window_ring]
+            assert page[1] == at // PAGE, "a ring entry was overwritten while it is still read"
+        self.lengths[sequence] = length + count
+
+    def _check_owners(self) -> None:
+        """What the scheduler says it holds is what the tables must keep."""
+        running = [s for s in self.lengths if s.status is Status.RUNNING]
+        assert len({s.slot for s in running}) == len(running)
+        slots = {s.slot: s for s in running}
+        self.full = {key: page for key, page in self.full.items() if key[0] in slots}
+        self.ring = {
+            (slot, index): entry
+            for (slot, index), entry in self.ring.items()
+            if slot in slots and entry[1] >= slots[slot].window_first
+        }
+        for s in running:
+            first = max(0, self.lengths[s] - WINDOW + 1) // PAGE
+            assert s.window_first == first, "window pages return as soon as nothing can see them"
+            assert len(s.window_pages) <= s.window_reserved
+        self.scheduler.check()
+
+
+@settings(max_examples=150)
+@given(
+    jobs=st.lists(
+        st.tuples(st.integers(1, 50), st.integers(1, 14), st.integers(0, 6)), max_size=25
+    ),
+    aborts=st.sets(st.integers(0, 120)),
+    running=st.integers(1, 6),
+    full_pages=st.integers(17, 40),
+    window_pages=st.integers(6, 16),
+    ring=st.integers(3, 7),
+    extends=st.sampled_from([((8, 2), (16, 4)), ((16, 1),), ((8, 8), (32, 2)), ((4, 4),)]),
+    decodes=st.sampled_from([(1, 2, 4), (2,), (1,), (8,)]),
+)
+def test_slot_and_page_life(
+    jobs: list[tuple[int, int, int]],
+    aborts: set[int],
+    running: int,
+    full_pages: int,
+    window_pages: int,
+    ring: int,
+    extends: tuple[tuple[int, int], ...],
+    decodes: tuple[int, ...],
+) -> None:
+    spec = build_spec(
+        running=running,
+        full_pages=full_pages,
+        window_pages=max(window_pages, ring + 1),
+        ring=ring,
+        extends=extends,
+        decodes=decodes,
+    )
+    device = Device(spec)
+    sequences = [_sequence(spec, prompt, new) for prompt, new, _ in jobs]
+    arrivals = list(zip(sequences, itertools.accumulate(gap for *_, gap in jobs), strict=True))
+    for clock in range(5000):
+        while arrivals and arrivals[0][1] <= clock:
+            sequence, _ = arrivals.pop(0)
+            device.scheduler.require_fit(sequence)
+            device.scheduler.waiting.append(sequence)
+        unfinished = device.scheduler.unfinished()
+        if clock in aborts and unfinished:
+            device.end(unfinished[clock % len(unfinished)])
+        if device.step() is None and not arrivals:
+            break
+    assert all(s.status is Status.FINISHED for s in sequences), "everything finishes"
+    assert device.started == [s for s in sequences if s in device.lengths], "order is kept"
+    for s in device.started:
+        assert device.fed[s] == list(s.prompt)[: len(device.fed[s])]
+        if device.outputs[s] == s.max_tokens:
+            assert device.fed[s] == list(s.prompt)
+    for account in device.scheduler.accounting().values():
+        assert (account.free, account.live, account.reserved) == (account.total, 0, 0)
+
+
+def _run(device: Device, *jobs: tuple[int, int]) -> list[Sequence]:
+    sequences = [_sequence(device.spec, *job) for job in jobs]
+    device.scheduler.waiting.extend(sequences)
+    return sequences
+
+
+def test_smallest_bucket_that_fits() -> None:
+    device = Device(build_spec())
+    _run(device, (3, 9))
+    kinds = [(plan.bucket.kind, plan.bucket.rows) for plan in iter(device.step, None)]
+    assert kinds == [("extend", 2)] + [("decode", 1)] * 8
+    _run(device, (3, 3), (3, 2), (3, 3))
+    kinds = [(plan.bucket.kind, plan.bucket.rows) for plan in iter(device.step, None)]
+    assert kinds == [("extend", 4), ("decode", 4), ("decode", 2)]
+
+
+def test_long_prompts_are_chunked_and_decoding_rows_ride_along() -> None:
+    device = Device(build_spec())
+    (short,) = _run(device, (2, 20))
+    device.step()
+    (long,) = _run(device, (40, 1))
+    plans = [device.step() for _ in range(3)]
+    for plan in plans:
+        assert plan and plan.bucket.tokens == 16 and plan.sequences == [long, short]
+    assert [plan.counts for plan in plans if plan] == [[15, 1], [13, 1], [12, 1]]
+
+
+def test_chunks_end_where_the_ring_is_full() -> None:
+    """A prompt alone has 16 tokens of budget, but a ring of three pages holds 12 at first."""
+    device = Device(build_spec(ring=3))
+    _run(device, (30, 1))
+    plans = [plan for plan in iter(device.step, None) if plan]
+    assert [plan.counts[0] for plan in plans] == [12, 4, 4, 4, 4, 2]
+
+
+def test_more_rows_than_the_largest_decode_bucket_take_turns() -> None:
+    device = Device(build_spec(running=5, decodes=(1, 2), extends=((16, 8),)))
+    sequences = _run(device, *[(2, 6)] * 5)
+    plans = [plan for plan in iter(device.step, None) if plan]
+    assert [len(plan.slots) for plan in plans] == [5] + [2, 2, 1] * 5
+    assert plans[1].sequences + plans[2].sequences + plans[3].sequences == sequences
+
+
+def test_decoding_is_not_starved_by_prompts() -> None:
+    """While prompts keep coming through an extend bucket of one row, decoding rows advance."""
+    device = Device(build_spec(extends=((8, 1),)))
+    first, *_ = _run(device, (2, 12), *[(24, 1)] * 6)
+    for _ in range(26):
+        device.step()
+    assert first.status is Status.FINISHED
+
+
+def test_capacity_is_exact_and_the_queue_keeps_order() -> None:
+    device = Device(build_spec(running=2, extends=((32, 8),)))
+    a, b, c = _run(device, (2, 3), (2, 5), (2, 1))
+    device.step()
+    assert (a.slot, b.slot, c.status) == (1, 2, Status.WAITING)
+    while a.status is not Status.FINISHED:
+        device.step()
+    device.step()
+    assert c.slot == 1, "the freed slot goes to the next in order"
+
+
+def test_a_large_head_of_the_queue_is_not_overtaken() -> None:
+    device = Device(build_spec(full_pages=17))
+    first, large, small = _run(device, (8, 20), (50, 10), (1, 1))
+    while first.status is not Status.FINISHED:
+        device.step()
+        assert large.status is small.status is Status.WAITING
+    device.step()
+    assert large.status is Status.RUNNING
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    scheduler = Scheduler(build_spec())
+    assert [scheduler.next() for _ in range(3)] == [None] * 3
+    scheduler.check()
+
+
+def test_a_plan_in_flight_protects_what_it_names() -> None:
+    device = Device(build_spec())
+    (sequence,) = _run(device, (3, 3))
+    device.scheduler.next()
+    with pytest.raises(AssertionError, match="not completed"):
+        device.scheduler.next()
+    with pytest.raises(AssertionError, match="may be running"):
+        device.scheduler.release(sequence)
+
+
+def test_sequences_that_can_never_run_are_refused() -> None:
+    spec = build_spec(full_pages=5, window_pages=4)
+    scheduler = Scheduler(spec)
+    scheduler.require_fit(_sequence(spec, 8, 4))
+    with pytest.raises(UsageError, match="5 full pages.*at most 4 pages"):
+        scheduler.require_fit(_sequence(spec, 16, 1))
+    with pytest.raises(UsageError, match="4 window pages.*at most 3 pages"):
+        scheduler.require_fit(_sequence(spec, 12, 4))
+
+
+def test_window_pages_are_bounded_by_the_window() -> None:
+    device = Device(build_spec())
+    (sequence,) = _run(device, (4, 56))
+    most = 0
+    while device.step():
+        most = max(most, len(sequence.window_pages))
+    assert most == 3 < RING, "a window of 8 over pages of 4 spans at most 3"
+
+
+def test_a_ring_shorter_than_the_window_is_refused() -> None:
+    with pytest.raises(AssertionError, match="ring"):
+        Scheduler(build_spec(ring=2))
+
+
+def test_a_lost_page_is_noticed() -> None:
+    device = Device(build_spec())
+    _run(device, (3, 3))
+    device.step()
+    device.scheduler.full_pages.free.pop()
+    with pytest.raises(AssertionError, match="full_pages"):
+        device.scheduler.check()
+
+
+def test_requests_share_prompts_but_not_state() -> None:
+    spec = build_spec()
+    request: Request = open_request(0, [3, 4], SamplingParams(n=3, max_tokens=2), spec, 5)
+    device = Device(spec)
+    device.scheduler.waiting.extend(request.sequences)
+    while device.step():
+        pass
+    assert [s.status for s in request.sequences] == [Status.FINISHED] * 3
