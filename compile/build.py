@@ -1,7 +1,7 @@
 """Runs a Plan: items in parallel, each resumable, then seal, then `verify` in a child process.
 
 Finished items lie in the staging folder with a note beside it; a build that was killed picks them
-up again. The engine appears under its name only when it is whole.
+up again. The engine appears under its name only when it is whole and has verified.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import msgspec
 from inkling_engine.artifacts import store
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, engine_digest
-from inkling_engine.artifacts.errors import FailedError, UsageError
+from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
 from inkling_engine.artifacts.layout import (
     REPORT,
     TOKENIZER,
@@ -65,6 +66,11 @@ class Build:
         """The folder that will become the engine."""
         return self.final.parent / f"{store.STAGING_PREFIX}{self.final.name}"
 
+    @property
+    def sealed(self) -> Path:
+        """The whole engine until it has verified."""
+        return self.work / self.final.name
+
 
 def build(plan: Plan, notify: Notify) -> Path:
     """Build the engine of `plan` and return its folder.
@@ -75,24 +81,35 @@ def build(plan: Plan, notify: Notify) -> Path:
     identity = _identity(plan)
     digest = engine_digest(identity)
     state = Build(plan, notify, plan.folder(digest).absolute(), engine_id(plan.spec, digest))
-    if state.final.exists():
+    if state.final.exists() and (not state.final.is_dir() or any(state.final.iterdir())):
         return _existing(state)
-    state.final.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(f"{state.work}.lock")
-    try:
-        with lock.acquire(timeout=0):
-            _prepare(state, digest)
-            entries = _run_items(state)
-            _seal(state, identity, entries)
-            _verify(state)
-            shutil.rmtree(state.work)
-    except filelock.Timeout:
-        remedy = "wait for it, or choose another --out"
-        raise UsageError(
-            "--out", f"{state.final}, in use by another build", "a free name", remedy
-        ) from None
-    Path(lock.lock_file).unlink(missing_ok=True)
+    with _locked(state):
+        _prepare(state, digest)
+        entries = _run_items(state)
+        _seal(state, identity, entries)
+        _verify(state)
+        state.sealed.rename(state.final)
+        shutil.rmtree(state.work)
     return state.final
+
+
+@contextmanager
+def _locked(state: Build) -> Iterator[None]:
+    """Hold the target's name against other builds."""
+    lock, expected = filelock.FileLock(f"{state.work}.lock"), "a free name in a writable folder"
+    try:
+        state.final.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except (filelock.Timeout, OSError) as error:
+        busy = isinstance(error, filelock.Timeout)
+        why = "in use by another build" if busy else getattr(error, "strerror", error)
+        remedy = "wait for it, or choose another --out" if busy else "choose another --out"
+        raise UsageError("--out", f"{state.final}, {why}", expected, remedy) from None
+    try:
+        yield
+        Path(lock.lock_file).unlink(missing_ok=True)
+    finally:
+        lock.release()
 
 
 def _identity(plan: Plan) -> Identity:
@@ -114,11 +131,17 @@ def _identity(plan: Plan) -> Identity:
 
 
 def _existing(state: Build) -> Path:
-    manifest = store.open_manifest(state.final)
-    if manifest.engine_id != state.engine_id:
-        found = f"{state.final}, which holds {manifest.engine_id}"
+    """Keep the engine that is there if it is the one asked for."""
+    try:
+        manifest = store.open_manifest(state.final)
+        holds = manifest.engine_id
+        if holds == state.engine_id:
+            store.verify_files(state.final, manifest)
+    except UserError as error:
+        holds = f"no sound engine ({error.field}: {error.found})"
+    if holds != state.engine_id:
+        found = f"{state.final}, which holds {holds}"
         raise UsageError("--out", found, f"a free name or {state.engine_id}", "delete it or rename")
-    store.verify_files(state.final, manifest)
     state.notify("engine", "reused", 0.0)
     return state.final
 
@@ -127,6 +150,8 @@ def _prepare(state: Build, digest: str) -> None:
     """Make the working folders; what another identity left there is removed."""
     mark = state.work / "identity"
     known = mark.exists() and mark.read_text() == digest
+    if known and state.sealed.exists():  # killed before it had verified
+        state.sealed.rename(state.staging)
     if not known or not state.staging.exists():
         shutil.rmtree(state.work, ignore_errors=True)
         store.discard(state.staging)
@@ -218,20 +243,19 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
         files=(),
         manifest_sha256="",
     )
-    store.seal(state.staging, manifest, state.final)
+    store.seal(state.staging, manifest, state.sealed)
 
 
 def _verify(state: Build) -> None:
-    """Prove the sealed engine as a user would run it; a failing one is removed."""
+    """Prove the sealed engine as a user would run it; nothing of a failing one is kept."""
     state.notify("verify", "started", 0.0)
     started = time.monotonic()
-    command = [sys.executable, "-m", "inkling_engine.runtime.cli", "verify", str(state.final)]
+    command = [sys.executable, "-m", "inkling_engine.runtime.cli", "verify", str(state.sealed)]
     if not state.plan.ranks:
         command += ["--random-weights", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        state.final.rename(state.staging)
-        store.discard(state.staging)
+        shutil.rmtree(state.work)
         found = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise FailedError("verify", found, "an engine that verifies", "report this")
     state.notify("verify", "done", time.monotonic() - started)

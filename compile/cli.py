@@ -14,8 +14,6 @@ import msgspec
 from inkling_engine.artifacts.errors import UsageError, UserError
 from inkling_engine.compile.options import BuildOptions
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", help="Preset (inkling, inkling-small, inkling-tiny) or checkpoint folder.")
@@ -102,14 +100,13 @@ def _memory(text: str | None) -> int | None:
     """Bytes from `80G`, `141e9` or `16GiB`; None for the architecture's default."""
     if text in (None, "arch"):
         return None
-    match = re.fullmatch(r"([0-9.e]+)\s*([KMGT]?)(i?)B?", str(text), re.IGNORECASE)
-    try:
-        assert match is not None
-        unit = UNITS[match[2].upper()]
-        scale = 1024 ** list(UNITS).index(match[2].upper()) if match[3] else unit
-        return int(float(match[1]) * scale)
-    except (AssertionError, ValueError):
-        raise UsageError("--dry-run", repr(text), "a size such as 80G", "correct it") from None
+    number = r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)"
+    match = re.fullmatch(number + r"\s*([KMGT]?)(i?)B?", str(text), re.IGNORECASE)
+    power = "KMGT".find(match[2].upper()) + 1 if match and match[2] else 0
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if not size:
+        raise UsageError("--dry-run", repr(text), "a size such as 80G or 64GiB", "correct it")
+    return size
 
 
 def _progress(verbose: bool | None):  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ the model and the target. A mistake is a `UsageError` that names the option.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ DEFAULT_RUNNING = {"cpu": 8, "cuda": 128}
 DEFAULT_EXTEND = {"cpu": "64,512", "cuda": "64,512,2048"}
 EXTEND_ROWS = 16
 RESULT_LINES = 64
+MOST_TOKENS = 1 << 16
+BUCKET = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 
 
 class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +123,10 @@ def _pool_sizes(
 
 def _decode_rows(options: BuildOptions, device: str) -> tuple[int, ...]:
     if options.decode_buckets:
-        return tuple(r for r, _ in _numbers("--decode-buckets", options.decode_buckets))
+        pairs = _numbers("--decode-buckets", options.decode_buckets)
+        if wrong := [f"{count}x{rows}" for count, rows in pairs if rows]:
+            raise UsageError("--decode-buckets", wrong[0], "rows such as 1,2,4", "drop the x")
+        return tuple(count for count, _ in pairs)
     rows, limit = [1], options.max_running or DEFAULT_RUNNING[device]
     while rows[-1] < limit:
         rows.append(min(2 * rows[-1], limit))
@@ -132,26 +138,23 @@ def _decode_buckets(rows: tuple[int, ...]) -> list[Bucket]:
 
 
 def _extend_buckets(options: BuildOptions, device: str, running: int) -> list[Bucket]:
-    text = options.extend_buckets or DEFAULT_EXTEND[device]
-    sizes = dict(_numbers("--extend-buckets", text))
-    buckets = []
-    for tokens, given in sorted(sizes.items()):
-        rows = given or min(running, EXTEND_ROWS, tokens)
+    option, text = "--extend-buckets", options.extend_buckets or DEFAULT_EXTEND[device]
+    sizes = {(n, rows or min(running, EXTEND_ROWS, n)) for n, rows in _numbers(option, text)}
+    for tokens, rows in sizes:
         if rows > tokens:
-            raise UsageError("--extend-buckets", f"{tokens}x{rows}", "rows <= tokens", "lower rows")
-        buckets.append(Bucket(kind="extend", rows=rows, tokens=tokens))
-    return buckets
+            raise UsageError(option, f"{tokens}x{rows}", "rows <= tokens", "lower rows")
+    return [Bucket(kind="extend", rows=rows, tokens=tokens) for tokens, rows in sorted(sizes)]
 
 
 def _numbers(option: str, text: str) -> list[tuple[int, int]]:
     """Parse `64,512x16` into (64, 0), (512, 16)."""
     pairs = []
     for item in text.split(","):
-        first, _, second = item.strip().partition("x")
-        if not first.isdigit() or (second and not second.isdigit()) or int(first) < 1:
-            expected = "positive numbers such as 1,2,4 (for extend also TOKENSxROWS)"
+        match = BUCKET.fullmatch(item.strip())
+        if match is None or int(match[1]) > MOST_TOKENS:
+            expected = f"1 to {MOST_TOKENS}, such as 1,2,4 (for extend also TOKENSxROWS)"
             raise UsageError(option, repr(item), expected, "correct the list")
-        pairs.append((int(first), int(second or 0)))
+        pairs.append((int(match[1]), int(match[2] or 0)))
     return pairs
 
 

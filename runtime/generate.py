@@ -20,7 +20,7 @@ def run_prompt(folder: Path, prompt: Prompt, params: SamplingParams, **load: Any
     """Load the engine and continue `prompt`: choices, usage and timings."""
     with Engine.load(folder, **load) as engine:
         start = time.perf_counter()
-        done = engine.generate(prompt, params)[0]
+        done = engine.generate([prompt], params)[0]
         usage = msgspec.to_builtins(done.usage) | {"total_tokens": done.usage.total_tokens}
         return {
             "engine_id": engine.manifest.engine_id,

@@ -7,6 +7,8 @@ the tiers and names those that ran nothing, so that an untested tier is never ta
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -43,10 +45,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def native_library() -> Path:
-    """The native kernels for this machine, loaded; compiled once for each state of the sources."""
+    """The native kernels, loaded: the very file that engines built here carry, since a process
+    runs one. Compiled once for each state of the sources."""
+    from inkling_engine.compile import items
+    from inkling_engine.compile.options import BuildOptions
+    from inkling_engine.compile.plan import make_plan
     from inkling_engine.kernels.native import compile_library, load_library
 
-    cache = os.environ.get("INKLING_ENGINE_CACHE") or Path.home() / ".cache" / "inkling-engine"
-    library = compile_library(Path(cache), "native")
+    spec = make_plan(BuildOptions(model="inkling-tiny", device="cpu")).spec
+    library = compile_library(items.cache_folder() / "kernels", spec.arch)
     load_library(library)
     return library
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fp32 engine of inkling-tiny as `compile-engine` makes it: one build a run, kept by
+    engine id from run to run in `$INKLING_ENGINE_TEST_ENGINES` if that names a folder."""
+    kept = os.environ.get("INKLING_ENGINE_TEST_ENGINES")
+    where = Path(kept) if kept else tmp_path_factory.mktemp("engines")
+    where.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "inkling_engine.compile.cli", "--model", "inkling-tiny"]
+    command += ["--device", "cpu", "--decode-buckets", "1,8", "--extend-buckets", "64,256"]
+    command += ["--jobs", "2", "--quiet"]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())

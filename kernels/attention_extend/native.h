@@ -174,7 +174,8 @@ class Layer {
       begin(token, count, head);
       int64_t low = shape_.first(position), high = position + count;
       for (int64_t block = low / BLOCK * BLOCK; block < high; block += BLOCK) {
-        gather(page_table_ + slot * shape_.table_width, head, block, std::max(low, block), std::min(high, block + BLOCK));
+        const int32_t* table = page_table_ + slot * shape_.table_width;
+        gather(table, head, block, std::max(low, block), std::min(high, block + BLOCK));
         for (int64_t i = 0; i < count; i++) visit(i, token + i, position + i, head, block);
       }
       finish(token, count, head);

@@ -18,7 +18,7 @@ inline void commit(Tensor request_state, Tensor token_counts, Tensor results_int
                    const Tensor& top_tokens, const Tensor& top_logprobs, const Tensor& slots, const Tensor& starts,
                    const Tensor& emits, int64_t stop_ids) {
   int64_t line = data<int64_t>(step_counter)[0]++ % results_int.size(0), top = top_tokens.size(1);
-  const int32_t* bounds = data<int32_t>(starts);
+  const int32_t *bounds = data<int32_t>(starts), *ints = data<int32_t>(request_ints);
   for (int64_t row = 0; row < slots.size(0); row++) {
     int32_t* out = data<int32_t>(results_int) + line * results_int.stride(0) + row * results_int.size(2);
     float* out_float = data<float>(results_float) + line * results_float.stride(0) + row * results_float.size(2);
@@ -35,7 +35,7 @@ inline void commit(Tensor request_state, Tensor token_counts, Tensor results_int
       state[table::LAST_TOKEN] = token;
       state[table::GENERATED]++;
       data<int32_t>(token_counts)[slot * token_counts.size(1) + token]++;
-      state[table::FINISH] = finish_of(state, data<int32_t>(request_ints) + slot * request_ints.size(1), logprob, stop_ids);
+      state[table::FINISH] = finish_of(state, ints + slot * request_ints.size(1), logprob, stop_ids);
     }
     const int32_t header[] = {slot, token, state[table::FINISH], state[table::LENGTH]};
     std::copy_n(data<int32_t>(top_tokens) + row * top, top, std::copy_n(header, table::RESULT_HEADER, out));

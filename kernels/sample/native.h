@@ -130,12 +130,12 @@ class Filter {
   // Halves what is undecided: [0, begin) is kept and weighs `kept` < the goal, from `end` on nothing is.
   void keep_top_p(float top_p) {
     if (top_p >= 1 || ids_.empty()) return;
-    double goal = top_p * weight(0, count()), kept = 0;
+    double goal = top_p * total_weight(0, count()), kept = 0;
     int64_t begin = 0, end = count();
     while (end - begin > 1) {
       int64_t middle = (begin + end) / 2;
       std::nth_element(ids_.begin() + begin, ids_.begin() + middle, ids_.begin() + end, Descending{scaled_.data()});
-      double upper = weight(begin, middle);
+      double upper = total_weight(begin, middle);
       if (kept + upper >= goal) {
         end = middle;
       } else {
@@ -151,11 +151,12 @@ class Filter {
  private:
   int64_t count() const { return static_cast<int64_t>(ids_.size()); }
   float weight(int32_t id) const { return exponential(scaled_[id] - maximum_); }
-  double weight(int64_t begin, int64_t end) const {  // fp64: a long vocabulary's sums must not drift
+  double total_weight(int64_t begin, int64_t end) const {  // fp64: a long vocabulary's sums must not drift
     double sum = 0;
     for (int64_t i = begin; i < end; i++) sum += weight(ids_[i]);
     return sum;
   }
+
   const std::vector<float>& scaled_;
   float maximum_;
   std::vector<int32_t> ids_;
@@ -177,11 +178,13 @@ struct Request {
 
   // Bias, stop mask and penalties, in place.
   void process(std::vector<float>& logits) const {
+    const int32_t *stops = ints + table::INT_HEADER, *biased = stops + stop_ids;
     for (int64_t i = 0; i < bias_ids; i++)
-      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0) logits[ints[table::INT_HEADER + stop_ids + i]] += bias;
+      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0) logits[biased[i]] += bias;
     for (int64_t i = 0; stops_masked() && i < stop_ids; i++)
-      if (size_t stop = ints[table::INT_HEADER + i]; stop < logits.size()) logits[stop] = -INFINITE;
-    float repetition = floats[table::REPETITION], frequency = floats[table::FREQUENCY], presence = floats[table::PRESENCE];
+      if (static_cast<size_t>(stops[i]) < logits.size()) logits[stops[i]] = -INFINITE;
+    float repetition = floats[table::REPETITION];
+    float frequency = floats[table::FREQUENCY], presence = floats[table::PRESENCE];
     for (size_t id = 0; id < logits.size(); id++) {
       float logit = logits[id], repeated = logit > 0 ? logit / repetition : logit * repetition;
       int32_t output = counts[id] & (table::PROMPT_SEEN - 1);
@@ -231,6 +234,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
     const Tensor& emits, int64_t stop_ids, int64_t bias_ids, int64_t top) {
   int64_t rows = logits.size(0), vocab = logits.size(1);
   STD_TORCH_CHECK(top <= vocab, "more top logprobs than tokens");
+  STD_TORCH_CHECK(token_counts.size(1) == vocab, "token counts and logits differ in vocabulary");
   Tensor tokens = make(ScalarType::Int, {rows}), logprobs = make(ScalarType::Float, {rows});
   Tensor top_tokens = make(ScalarType::Int, {rows, top}), top_logprobs = make(ScalarType::Float, {rows, top});
   const int32_t* bounds = data<int32_t>(starts);

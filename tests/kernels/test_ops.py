@@ -50,11 +50,18 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Integers equal; floats within tolerance * max(1, max|wanted|), NaN and infinities alike."""
+    """Integers equal; floats within tolerance * max(1, max|wanted|), NaN and infinities alike.
+
+    Where the reference rounds once to bf16, the same value all but always rounds the same way: a
+    missing or a second rounding shows in many elements.
+    """
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
     if not wanted.is_floating_point():
         assert torch.equal(found, wanted)
         return
+    if wanted.dtype == torch.bfloat16:
+        different = (found != wanted) & ~wanted.isnan()
+        assert int(different.sum()) <= max(1, wanted.numel() // 100), "rounded otherwise"
     found, wanted = found.double(), wanted.double()
     finite = wanted[wanted.isfinite()].abs()
     scale = max(1.0, float(finite.max())) if len(finite) else 1.0

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.checkpoints import write_appendix_a
 from support.oracle import Oracle
-from support.stepper import SLOT, Call, Stepper, convert, load_kernels, recorded
+from support.stepper import SLOT, Call, Stepper, convert, recorded
 from torch import Tensor
 
 from inkling_engine.compile.driver import Machine
@@ -85,10 +85,8 @@ def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine
 
 
 @pytest.fixture(scope="module", params=["references", "native"])
-def native(request: pytest.FixtureRequest, converted: Machine) -> bool:
-    """Whether the native kernels run, which are then loaded, or the references."""
-    if request.param == "native":
-        load_kernels(converted.spec.arch)
+def native(request: pytest.FixtureRequest, native_library: Path) -> bool:
+    """Whether the native kernels run, or the references."""
     return bool(request.param == "native")
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer as NativeTokenizer
 
-from inkling_engine.artifacts.layout import program_file, program_name
+from inkling_engine.artifacts.compat import Environment
+from inkling_engine.artifacts.layout import program_file, program_name, weights_file
 from inkling_engine.artifacts.manifest import (
-    BuildEnvironment,
+    SCHEMA_VERSION,
     Manifest,
     ProgramEntry,
+    Recipe,
     RowEntry,
     TensorEntry,
+    WeightsEntry,
 )
 from inkling_engine.artifacts.spec import (
     Bucket,
@@ -153,7 +156,11 @@ def _program(spec: EngineSpec, bucket: Bucket) -> ProgramEntry:
         name=program_name(bucket),
         bucket=bucket,
         file=program_file(bucket),
-        inputs=(*(f"pools.{e.name}" for e in _pools(spec)), *(f"rows.{e.name}" for e in entries)),
+        inputs=(
+            "weights.embed",
+            *(f"pools.{entry.name}" for entry in _pools(spec)),
+            *(f"rows.{entry.name}" for entry in entries),
+        ),
         rows=tuple(entries),
         row_bytes=offset,
         outputs=(),
@@ -162,29 +169,21 @@ def _program(spec: EngineSpec, bucket: Bucket) -> ProgramEntry:
     )
 
 
-def build_manifest(spec: EngineSpec) -> Manifest:
-    """A manifest of `spec` with every bucket's program and no weights."""
+def build_manifest(spec: EngineSpec, *, weights: bool = True) -> Manifest:
+    """A manifest of `spec` with every bucket's program, built where it runs."""
     return Manifest(
-        schema_version=1,
-        engine_id="fake",
-        created="2026-01-01T00:00:00Z",
+        schema_version=SCHEMA_VERSION,
+        engine_id="fake-tp1-native-fp32-00000000",
+        created="2026-01-01T00:00:00+00:00",
         spec=spec,
-        environment=BuildEnvironment(
-            engine="0",
-            torch="0",
-            cuda="none",
-            machine="m",
-            cpu_level=0,
-            glibc="",
-            built_with_gpu=False,
-        ),
+        environment=Environment.current().for_build(built_with_gpu=False),
         op_schemas=(),
         kernel_library="",
         programs=tuple(_program(spec, bucket) for bucket in spec.buckets),
         pools=_pools(spec),
-        recipe=(),
-        weights=(),
-        source="",
+        recipe=(Recipe(name="embed", dtype="float32", shape=(VOCAB, 4), parts=()),),
+        weights=(WeightsEntry(rank=0, file=weights_file(0)),) if weights else (),
+        source="nothing",
     )
 
 

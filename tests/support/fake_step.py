@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from support.fake_spec import EOS, PAGE, REAL_VOCAB, WINDOW, build_manifest
+import msgspec
+from safetensors.torch import save
+from support.fake_spec import EOS, PAGE, REAL_VOCAB, TINY, WINDOW, build_manifest
 from torch import Tensor
 
+from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.artifacts.store import seal, stage
 from inkling_engine.kernels import table
 from inkling_engine.runtime.binding import assemble
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.sampling import SamplingParams, choice_seed, stop_ids
 from inkling_engine.runtime.tokens import Tokenizer
+from inkling_engine.runtime.weights import random_weights
 
 NON_FINITE_TOKEN = 13  # a prompt that holds it makes the fake's logits non-finite
 
@@ -183,4 +189,30 @@ def run_oracle(
 
 def open_engine(spec: EngineSpec, tokenizer: Tokenizer | None = None) -> Engine:
     """An engine over the fake step."""
-    return Engine(assemble(build_manifest(spec), {}, FakeStep, tokenizer))
+    manifest = build_manifest(spec)
+    return Engine(assemble(manifest, random_weights(manifest, 0), FakeStep, tokenizer))
+
+
+def seal_engine(folder: Path, spec: EngineSpec, *, weights: bool = True) -> Manifest:
+    """A sealed folder of the fake engine: sound in every byte, but its programs are no programs."""
+    manifest = build_manifest(spec, weights=weights)
+    staging = stage(folder)
+    files = {program.file: b"no program" for program in manifest.programs}
+    files[f"{layout.TOKENIZER}/tokenizer.json"] = TINY.read_bytes()
+    files[layout.GOLDEN_FILE] = msgspec.json.encode({"cases": golden_cases(spec), "tolerance": 0.0})
+    if weights:
+        files[layout.weights_file(0)] = save(random_weights(manifest, 0))
+    for name, data in files.items():
+        (staging / name).parent.mkdir(exist_ok=True)
+        (staging / name).write_bytes(data)
+    return seal(staging, manifest, folder)
+
+
+def golden_cases(spec: EngineSpec) -> list[dict[str, object]]:
+    """What the fake engine answers to two prompts."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    cases: list[dict[str, object]] = []
+    for prompt in ([30, 31], [40] * 20):
+        tokens, _, logprobs = run_oracle(spec, prompt, params)
+        cases.append({"prompt": prompt, "tokens": tokens, "logprobs": logprobs})
+    return cases

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket
-from inkling_engine.compile import items
 from inkling_engine.compile.convert import write_weights
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
@@ -27,7 +26,6 @@ from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import make_plan
 from inkling_engine.compile.steps import step
-from inkling_engine.kernels import native
 from inkling_engine.kernels._op import use_references
 from inkling_engine.kernels.head import head
 
@@ -53,6 +51,9 @@ class Stepper:
         """Process `tokens`, or the token sampled last; logits [real vocab] after the last one."""
         chunk = Chunk(slot=SLOT, start=self.length, tokens=tokens, admit=self.length == 0)
         self.length += chunk.count
+        assert chunk.count <= max(b.tokens for b in self.machine.spec.buckets), (
+            "beyond the window ring"
+        )
         bucket = DECODE
         if tokens:
             bucket = Bucket(kind="extend", rows=ROWS, tokens=chunk.count + ROWS + PADDING)
@@ -88,11 +89,6 @@ def convert(folder: Path, scratch: Path, dtype: str = "fp32", **options: Any) ->
     spec, path = plan.spec, scratch / f"{folder.name}-{dtype}.safetensors"
     write_weights(plan.checkpoint, recipes(spec.shape, spec.dtype, plan.checkpoint.layout), path)
     return Machine(spec, load_file(path))
-
-
-def load_kernels(arch: str) -> None:
-    """Load the native kernels into this process, compiled if need be."""
-    native.load_library(native.compile_library(items.cache_folder() / "kernels", arch))
 
 
 @contextmanager

@@ -1,0 +1,236 @@
+"""Opening a folder: what is refused, in which order, with which exit code; and the binding."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from support.fake_spec import build_manifest, build_spec
+from support.fake_step import FakeStep, run_oracle, seal_engine
+
+from inkling_engine.artifacts import layout
+from inkling_engine.artifacts.digest import digest
+from inkling_engine.artifacts.manifest import Manifest
+from inkling_engine.artifacts.store import add_files, open_manifest, stage
+from inkling_engine.runtime import loader, probe
+from inkling_engine.runtime.binding import assemble, total_bytes
+from inkling_engine.runtime.engine import Engine
+from inkling_engine.runtime.errors import (
+    CorruptError,
+    DoesNotFitError,
+    FailedError,
+    IncompatibleError,
+    UsageError,
+    UserError,
+)
+from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.weights import random_weights, read_weights
+
+SPEC = build_spec()
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    seal_engine(tmp_path / "engine", SPEC)
+    return tmp_path / "engine"
+
+
+def _edit(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Seal a changed manifest in place, as a sound engine of another kind."""
+    manifest = change(open_manifest(folder))
+    unsigned = msgspec.structs.replace(manifest, manifest_sha256="")
+    signed = msgspec.structs.replace(unsigned, manifest_sha256=digest(unsigned))
+    (folder / layout.MANIFEST).write_bytes(msgspec.json.encode(signed))
+
+
+def test_a_loaded_folder_runs_and_tells_its_phases(folder: Path) -> None:
+    with Engine.load(folder, programs=FakeStep) as engine:
+        tokens = engine.generate([30, 31], GREEDY)[0].choices[0].token_ids
+        assert list(tokens) == run_oracle(SPEC, [30, 31], GREEDY)[0]
+        phases = ["manifest", "compat", "digests", "import", "weights", "probe", "programs"]
+        assert list(engine.timings) == [*phases, "pools", "bind"]
+        assert all(seconds >= 0 for seconds in engine.timings.values())
+        assert torch.get_num_threads() == SPEC.threads
+        assert engine.tokenizer is not None
+
+
+def test_a_moved_folder_opens(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    folder.rename(moved)
+    Engine.load(moved, programs=FakeStep).close()
+
+
+def test_two_engines_in_one_process(folder: Path) -> None:
+    with (
+        Engine.load(folder, programs=FakeStep) as one,
+        Engine.load(folder, programs=FakeStep) as two,
+    ):
+        assert one.generate([30], GREEDY)[0].choices == two.generate([30], GREEDY)[0].choices
+
+
+def _refused(folder: Path, kind: type[UserError], **options: object) -> str:
+    with pytest.raises(kind) as caught:
+        Engine.load(folder, programs=FakeStep, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_flipped_byte_is_corrupt(folder: Path) -> None:
+    path = folder / layout.weights_file(0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert "rank0.safetensors" in _refused(folder, CorruptError)
+
+
+def test_another_torch_is_incompatible_before_digests(folder: Path) -> None:
+    (folder / layout.weights_file(0)).unlink()
+    environment = open_manifest(folder).environment
+    other = msgspec.structs.replace(environment, torch="1.0.0")
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, environment=other))
+    message = _refused(folder, IncompatibleError)
+    assert "torch 1.0.0" in message and environment.torch in message
+
+
+@pytest.mark.parametrize("changes", [{"device": "cuda"}, {"tp": 2}])
+def test_other_targets_are_incompatible(folder: Path, changes: dict[str, object]) -> None:
+    spec = msgspec.structs.replace(SPEC, **changes)
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
+    assert "engine target" in _refused(folder, IncompatibleError)
+
+
+def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    seal_engine(folder, SPEC, weights=False)
+    message = _refused(folder, UsageError)
+    assert "attach-weights" in message and "--random-weights" in message
+    with Engine.load(folder, programs=FakeStep, random_weights=3) as engine:
+        assert len(engine.generate([30], GREEDY)[0].choices[0].token_ids) == 5
+
+
+def test_memory_limits(folder: Path) -> None:
+    need = total_bytes(open_manifest(folder))
+    Engine.load(folder, programs=FakeStep, memory=need).close()
+    message = _refused(folder, DoesNotFitError, memory=need - 1)
+    assert f"{need:,} bytes" in message and f"{need - 1:,}" in message
+    assert "memory" in _refused(folder, DoesNotFitError, memory=1e-9)
+
+
+def test_free_memory_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
+    assert loader._free_memory(meminfo) == 7 * 1024
+    assert loader._free_memory(tmp_path / "none") == loader._machine_memory()
+    monkeypatch.setattr(loader, "_free_memory", lambda: 1)
+    assert "free memory" in _refused(folder, DoesNotFitError)
+
+
+def test_weights_of_another_shape_are_refused(folder: Path) -> None:
+    manifest = build_manifest(SPEC)
+    recipe = manifest.recipe[0]
+    for changes in ({"shape": (4, 160)}, {"dtype": "bfloat16"}, {"name": "embed_norm"}):
+        wrong = msgspec.structs.replace(recipe, **changes)
+        inputs = (f"weights.{wrong.name}",)
+        programs = (msgspec.structs.replace(manifest.programs[0], inputs=inputs),)
+        changed = msgspec.structs.replace(manifest, recipe=(wrong,), programs=programs)
+        with pytest.raises(CorruptError, match=f"weight {wrong.name}"):
+            read_weights(folder / layout.weights_file(0), changed)
+
+
+def test_weights_that_no_program_reads_stay_on_disk() -> None:
+    manifest = build_manifest(SPEC)
+    draft = msgspec.structs.replace(manifest.recipe[0], name="drafts.0.w13", shape=(1 << 40,))
+    changed = msgspec.structs.replace(manifest, recipe=(*manifest.recipe, draft))
+    assert list(random_weights(changed, 0)) == ["embed"]
+    assert total_bytes(changed) == total_bytes(manifest)
+
+
+def _rename(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda weights: {name: weights["embed"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {"embed": w["embed"].to(torch.float16)}, "float16"),
+        (lambda w: {"embed": w["embed"][1:]}, "shape"),
+        (lambda w: {"embed": torch.empty(4, 160).t()}, "strides"),
+        (lambda w: {"embed": torch.empty(641)[1:].view(160, 4)}, "misaligned"),
+        (lambda w: {"embed": w["embed"].requires_grad_()}, "gradient"),
+        (lambda w: {"embed": torch.empty(160, 4, device="meta")}, "meta"),
+        (_rename("head"), "weights.embed was not given"),
+    ],
+)
+def test_every_input_is_checked_once(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], message: str
+) -> None:
+    manifest = build_manifest(SPEC)
+    with pytest.raises(AssertionError, match=message):
+        assemble(manifest, change(random_weights(manifest, 0)), FakeStep)
+
+
+def test_programs_share_weights_and_pools_but_no_rows() -> None:
+    manifest = build_manifest(SPEC)
+    seen: dict[str, set[int]] = {}
+
+    def record(manifest: Manifest, inputs: object) -> FakeStep:
+        assert isinstance(inputs, dict)
+        for program in manifest.programs:
+            for name, tensor in zip(program.inputs, inputs[program.name], strict=True):
+                seen.setdefault(name, set()).add(tensor.data_ptr())
+        return FakeStep(manifest, inputs)
+
+    loaded = assemble(manifest, random_weights(manifest, 0), record)
+    for name, addresses in seen.items():
+        assert len(addresses) == (len(manifest.programs) if name.startswith("rows.") else 1), name
+        assert all(address % 64 == 0 for address in addresses)
+    engine = Engine(loaded)
+    before = {name: tensor.data_ptr() for name, tensor in engine.pool.tensors.items()}
+    engine.generate([[30] * 40, [31]], GREEDY)
+    assert before == {name: tensor.data_ptr() for name, tensor in engine.pool.tensors.items()}
+
+
+def test_what_is_no_program_is_named_by_the_probe(folder: Path) -> None:
+    with pytest.raises(FailedError, match="probe of"):
+        Engine.load(folder)
+
+
+def test_a_crash_in_native_code_becomes_a_message(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import os; os.kill(os.getpid(), 4)"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with pytest.raises(IncompatibleError, match="killed by SIGILL"):
+        probe.finish(child, tmp_path)
+
+
+def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_TIMEOUT", 0.05)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    child = subprocess.Popen(sleep, stderr=subprocess.PIPE, text=True)
+    with pytest.raises(FailedError, match="still running"):
+        probe.finish(child, tmp_path)
+    assert child.poll() is not None
+
+
+def test_attached_weights_are_read(tmp_path: Path) -> None:
+    """A programs-only folder with weights added opens as if it had been built with them."""
+    folder, whole = tmp_path / "engine", tmp_path / "whole"
+    seal_engine(whole, SPEC)
+    manifest = seal_engine(folder, SPEC, weights=False)
+    staging = stage(folder)
+    path = staging / layout.weights_file(0)
+    path.parent.mkdir()
+    path.write_bytes((whole / layout.weights_file(0)).read_bytes())
+    entries = open_manifest(whole).weights
+    add_files(folder, staging, msgspec.structs.replace(manifest, weights=entries))
+    Engine.load(folder, programs=FakeStep).close()
