@@ -70,13 +70,18 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except click.ClickException as error:
-        _fail(error.format_message().replace("\n", " "), 2)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        expected, remedy = "options as --help lists them", "see compile-engine --help"
+        _fail(str(UsageError("command line", message, expected, remedy)), 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
+    except OSError as error:
+        expected, remedy = "a usable file or folder", "check the path, permissions and free space"
+        _fail(str(UserError(str(error.filename), error.strerror, expected, remedy)), 1)
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -54,7 +54,12 @@ class Machine:
 
     def eager(self, bucket: Bucket, rows: Mapping[str, Tensor]) -> Tensor:
         """The reference step: logits [rows, real vocabulary] float32."""
-        with use_references(), torch.no_grad():
+        with use_references():
+            return self.native(bucket, rows)
+
+    def native(self, bucket: Bucket, rows: Mapping[str, Tensor]) -> Tensor:
+        """The same step over the ops' own implementations."""
+        with torch.no_grad():
             return step(self.spec, bucket, self.weights, self.pools, rows)
 
     def results(self, rows: int) -> tuple[Tensor, Tensor]:

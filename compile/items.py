@@ -152,5 +152,6 @@ def _run_worker(name: str, request: Path, spec: EngineSpec) -> None:
     finally:
         _workers.discard(worker)
     if worker.returncode:
-        last = (printed.strip().splitlines() or [f"exit code {worker.returncode}"])[-1]
+        lines = printed.strip().splitlines() if worker.returncode > 0 else []
+        last = (lines or [f"exit code {worker.returncode}"])[-1]
         raise FailedError(f"program {name}", last, "a program that passes its gates", "see above")

@@ -160,7 +160,7 @@ def _numbers(option: str, text: str) -> list[tuple[int, int]]:
 
 def _check_numbers(options: BuildOptions, shape: ModelShape) -> None:
     for field, least, most in (
-        ("max_context", 1, shape.max_context),
+        ("max_context", 16, shape.max_context),
         ("max_running", 1, 4096),
         ("page_size", 1, 1024),
         ("snapshot_grid", 1, shape.max_context),

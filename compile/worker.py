@@ -40,7 +40,7 @@ def main() -> int:
     try:
         entry = compile_bucket(request)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     Path(request.entry).write_bytes(msgspec.json.encode(entry))
     return 0

@@ -15,18 +15,16 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as ListLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from inkling_engine.kernels.table import SAMPLE, Finish
-from inkling_engine.runtime.capacity import Account
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.loader import LoadOptions, load
 from inkling_engine.runtime.metadata import encode_params
 from inkling_engine.runtime.requests import (
     Completion,
-    Cursor,
     Delta,
+    Feed,
     FinishReason,
     Prompt,
     Request,
@@ -87,7 +85,7 @@ class Engine:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...})."""
-        return self._submit([prompt], [params or SamplingParams()])[0]
+        return self._submit([prompt], [params])[0]
 
     def step(self) -> list[Request]:
         """Run one step; return the requests that it finished. Without work nothing happens."""
@@ -104,10 +102,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request's unfinished choices with reason `abort` and free what they hold."""
         with self._lock:
-            if self._closed:
-                return
             for sequence in request.sequences:
-                if sequence.status is not Status.FINISHED:
+                if sequence.status is not Status.FINISHED and not self._closed:
                     self._finish(sequence, "abort")
 
     def generate(
@@ -121,8 +117,9 @@ class Engine:
         """
         requests = self._submit(*pair_prompts(prompts, params))
         try:
-            while not all(request.finished for request in requests):
-                self.step()
+            for request in requests:
+                while not request.finished:
+                    self.step()
         finally:
             self._abandon(requests)
         return [request.completion() for request in requests]
@@ -132,11 +129,11 @@ class Engine:
 
         The deltas of a choice add up to its completion. Ending the iteration early aborts.
         """
-        return self._stream(self._submit([prompt], [params or SamplingParams()], streaming=True)[0])
+        return self._stream(self._submit([prompt], [params], streaming=True)[0])
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """`generate` for one prompt, awaited; concurrent calls run together."""
-        request = (await asyncio.to_thread(self._submit, [prompt], [params or SamplingParams()]))[0]
+        request = (await asyncio.to_thread(self._submit, [prompt], [params]))[0]
         try:
             while not request.finished:
                 await self._await_step()
@@ -148,21 +145,17 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
         """`stream`, awaited; concurrent calls run together."""
-        arguments = [prompt], [params or SamplingParams()]
-        request = (await asyncio.to_thread(self._submit, *arguments, streaming=True))[0]
-        cursors = [Cursor(sequence) for sequence in request.sequences]
+        call = asyncio.to_thread(self._submit, [prompt], [params], streaming=True)
+        request = (await call)[0]
+        feed = Feed(request)
         try:
-            while not all(cursor.exhausted for cursor in cursors):
-                for delta in filter(None, [cursor.take() for cursor in cursors]):
+            while not feed.exhausted:
+                for delta in feed.take():
                     yield delta
                 if not request.finished:
                     await self._await_step()
         finally:
             self._abandon([request])
-
-    def accounting(self) -> dict[str, Account]:
-        """Free, live and reserved slots and pages."""
-        return self.scheduler.accounting()
 
     def close(self) -> None:
         """Abort what runs and let go of weights, pools and programs. Twice does no harm."""
@@ -170,9 +163,7 @@ class Engine:
             if not self._closed:
                 for sequence in self.scheduler.unfinished():
                     self._finish(sequence, "abort")
-                self._closed = FailedError(
-                    "engine", "a closed engine", "an open one", "load it again"
-                )
+                self._closed = FailedError("engine", "closed", "an open engine", "load it again")
             self._rows.clear()
             self.pool.tensors.clear()
             self._runner = None
@@ -181,24 +172,20 @@ class Engine:
         """The engine itself; leaving the block closes it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
     def _submit(
         self,
         prompts: ListLike[Prompt],
-        params: ListLike[SamplingParams],
+        params: ListLike[SamplingParams | None],
         *,
         streaming: bool = False,
     ) -> list[Request]:
         """Check all prompts, then queue them all."""
-        requests = [self._open(*pair, streaming) for pair in zip(prompts, params, strict=True)]
+        pairs = zip(prompts, params, strict=True)
+        requests = [self._open(prompt, one or SamplingParams(), streaming) for prompt, one in pairs]
         with self._lock:
             if self._closed:
                 raise self._closed
@@ -243,10 +230,10 @@ class Engine:
             if code == Finish.NON_FINITE:
                 self._finish(sequence, "error")
             else:
-                sequence.tokens.append(token)
                 if sequence.logprobs is not None:
                     top = sequence.params.logprobs or 0
                     sequence.logprobs.append(results.logprob(at, top))
+                sequence.tokens.append(token)
                 if code or sequence.stream:
                     self._advance_text(sequence, token, code)
             if sequence.finish_reason and sequence.request.finished:
@@ -271,7 +258,6 @@ class Engine:
     ) -> None:
         """End a sequence: its text becomes final, its slot and pages are free."""
         self.scheduler.release(sequence)
-        sequence.finish(reason, stop_reason)
         if sequence.stream:
             cut = isinstance(stop_reason, str)
             sequence.text = sequence.stream.text if cut else sequence.stream.close()
@@ -280,12 +266,13 @@ class Engine:
             ids = sequence.tokens[:-1] if hidden else sequence.tokens
             skip = sequence.params.skip_special_tokens
             sequence.text = self.tokenizer.decode(ids, skip_special_tokens=skip)
+        sequence.finish(reason, stop_reason)
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        cursors = [Cursor(sequence) for sequence in request.sequences]
+        feed = Feed(request)
         try:
-            while not all(cursor.exhausted for cursor in cursors):
-                yield from filter(None, [cursor.take() for cursor in cursors])
+            while not feed.exhausted:
+                yield from feed.take()
                 if not request.finished:
                     self.step()
         finally:

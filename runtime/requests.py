@@ -164,8 +164,8 @@ class Sequence:
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Enter the finished state, once."""
         assert self.status is not Status.FINISHED, "a sequence ends once"
-        self.status = Status.FINISHED
         self.finish_reason, self.stop_reason = reason, stop_reason
+        self.status = Status.FINISHED
 
     def choice(self) -> Choice:
         """The result of a finished sequence."""
@@ -183,7 +183,11 @@ class Sequence:
 
 
 class Cursor:
-    """How far a stream has handed out one sequence."""
+    """How far a stream has handed out one sequence.
+
+    May be read while a step runs in another thread: a token is counted after its logprob is
+    there, a sequence is finished after its text is.
+    """
 
     __slots__ = ("_characters", "_sequence", "_tokens", "exhausted")
 
@@ -196,21 +200,21 @@ class Cursor:
     def take(self) -> Delta | None:
         """What is new since the last call, or None; the finish reason comes once, at the end."""
         sequence, start = self._sequence, self._tokens
-        finished = sequence.status is Status.FINISHED
-        if self.exhausted or not (finished or len(sequence.tokens) > start):
+        finished, count = sequence.status is Status.FINISHED, len(sequence.tokens)
+        if self.exhausted or not (finished or count > start):
             return None
         text = sequence.text if finished else ""
         if not finished and sequence.stream:
             text = sequence.stream.text[: sequence.stream.ready]
-        first, self._tokens = self._characters, len(sequence.tokens)
+        first, self._tokens = self._characters, count
         self._characters, self.exhausted = max(first, len(text)), finished
         return Delta(
             index=sequence.index,
-            token_ids=tuple(sequence.tokens[start:]),
+            token_ids=tuple(sequence.tokens[start:count]),
             text=text[first:],
-            logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs[start:]),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
+            logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs[start:count]),
+            finish_reason=sequence.finish_reason if finished else None,
+            stop_reason=sequence.stop_reason if finished else None,
         )
 
 
@@ -234,6 +238,23 @@ class Request:
         choices = tuple(sequence.choice() for sequence in self.sequences)
         count = sum(len(choice.token_ids) for choice in choices)
         return Completion(self.id, tuple(self.prompt), choices, Usage(len(self.prompt), count))
+
+
+class Feed:
+    """A stream over all choices of a request."""
+
+    def __init__(self, request: Request) -> None:
+        """At the beginning of `request`."""
+        self._cursors = [Cursor(sequence) for sequence in request.sequences]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every choice has been handed out to its end."""
+        return all(cursor.exhausted for cursor in self._cursors)
+
+    def take(self) -> list[Delta]:
+        """What is new, at most one delta a choice."""
+        return [delta for cursor in self._cursors if (delta := cursor.take())]
 
 
 def open_request(

@@ -250,7 +250,4 @@ class Scheduler:
 
 def _smallest(buckets: list[Bucket], tokens: int, rows: int) -> Bucket:
     """The smallest bucket that holds as much; the largest one always does."""
-    for bucket in buckets:
-        if bucket.tokens >= tokens and bucket.rows >= rows:
-            return bucket
-    return buckets[-1]
+    return next(b for b in buckets if b.tokens >= tokens and b.rows >= rows)

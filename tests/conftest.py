@@ -7,13 +7,12 @@ the tiers and names those that ran nothing, so that an untested tier is never ta
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.compiler import compile_engine
 
 TIERS = ("null", "cpu", "gpu", "multi", "packaging")
 FOLDER_TIERS = {"artifacts": "null", "packaging": "packaging"}
@@ -65,9 +64,7 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = os.environ.get("INKLING_ENGINE_TEST_ENGINES")
     where = Path(kept) if kept else tmp_path_factory.mktemp("engines")
     where.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "inkling_engine.compile.cli", "--model", "inkling-tiny"]
-    command += ["--device", "cpu", "--decode-buckets", "1,8", "--extend-buckets", "64,256"]
-    command += ["--jobs", "2", "--quiet"]
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    command = "--model inkling-tiny --device cpu --decode-buckets 1,8 --extend-buckets 64,256"
+    done = compile_engine(*command.split(), "--jobs", 2, "--quiet", cwd=where)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())

@@ -29,6 +29,7 @@ def options(spec: EngineSpec) -> dict[str, Any]:
     wanted = {
         "freezing": False,
         "cpp.march": spec.arch,
+        "cpp.simdlen": 1,  # no flags for the vector units of the machine that builds
         "cpp.threads": spec.threads,
         "aot_inductor.enable_line_tables": False,
     }

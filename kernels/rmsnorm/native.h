@@ -12,7 +12,7 @@ inline void rmsnorm_row(const In* x, const T* weight, T* y, int64_t width, doubl
 }
 
 inline Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps) {
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = make(x.scalar_type(), {x.size(0), x.size(1)});
   int64_t width = x.size(1);
   by_dtype(x, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;

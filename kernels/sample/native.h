@@ -115,10 +115,11 @@ struct Descending {
 // Ids of `scaled` that pass min-p, top-k and top-p, in no particular order.
 class Filter {
  public:
-  Filter(const std::vector<float>& scaled, float maximum, float min_p) : scaled_(scaled), maximum_(maximum) {
+  Filter(const std::vector<float>& scaled, float min_p) : scaled_(scaled), weights_(scaled.size()) {
+    float maximum = largest(scaled.data(), scaled.size());
+    for (size_t id = 0; id < scaled.size(); id++) weights_[id] = exponential(scaled[id] - maximum);
     for (size_t id = 0; id < scaled.size(); id++)
-      if (scaled[id] > -INFINITE && (min_p <= 0 || weight(static_cast<int32_t>(id)) >= min_p))
-        ids_.push_back(static_cast<int32_t>(id));
+      if (scaled[id] > -INFINITE && weights_[id] >= min_p) ids_.push_back(static_cast<int32_t>(id));
   }
 
   void keep_top_k(int64_t k) {
@@ -130,12 +131,12 @@ class Filter {
   // Halves what is undecided: [0, begin) is kept and weighs `kept` < the goal, from `end` on nothing is.
   void keep_top_p(float top_p) {
     if (top_p >= 1 || ids_.empty()) return;
-    double goal = top_p * total_weight(0, count()), kept = 0;
+    double goal = top_p * weight(0, count()), kept = 0;
     int64_t begin = 0, end = count();
     while (end - begin > 1) {
       int64_t middle = (begin + end) / 2;
       std::nth_element(ids_.begin() + begin, ids_.begin() + middle, ids_.begin() + end, Descending{scaled_.data()});
-      double upper = total_weight(begin, middle);
+      double upper = weight(begin, middle);
       if (kept + upper >= goal) {
         end = middle;
       } else {
@@ -150,15 +151,14 @@ class Filter {
 
  private:
   int64_t count() const { return static_cast<int64_t>(ids_.size()); }
-  float weight(int32_t id) const { return exponential(scaled_[id] - maximum_); }
-  double total_weight(int64_t begin, int64_t end) const {  // fp64: a long vocabulary's sums must not drift
+  double weight(int64_t begin, int64_t end) const {  // fp64: a long vocabulary's sums must not drift
     double sum = 0;
-    for (int64_t i = begin; i < end; i++) sum += weight(ids_[i]);
+    for (int64_t i = begin; i < end; i++) sum += weights_[ids_[i]];
     return sum;
   }
 
   const std::vector<float>& scaled_;
-  float maximum_;
+  std::vector<float> weights_;  // relative to the largest
   std::vector<int32_t> ids_;
 };
 
@@ -197,7 +197,7 @@ struct Request {
   int32_t draw(std::vector<float>& logits, int64_t position) const {
     float temperature = floats[table::TEMPERATURE];
     for (float& logit : logits) logit /= temperature;
-    Filter filter(logits, largest(logits.data(), logits.size()), floats[table::MIN_P]);
+    Filter filter(logits, floats[table::MIN_P]);
     filter.keep_top_k(ints[table::TOP_K]);
     filter.keep_top_p(floats[table::TOP_P]);
     int32_t best = 0;

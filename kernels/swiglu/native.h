@@ -15,10 +15,10 @@ inline Tensor swiglu(const Tensor& x, const Tensor& scale) {
   by_dtype(x, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     float factor = *data<float>(scale);
-    for (int64_t row = 0; row < rows; row++) {
-      const T* gate = data<T>(x) + 2 * row * width;
-      swiglu_row(gate, gate + width, factor, data<T>(y) + row * width, width);
-    }
+    const T* gate = data<T>(x);
+    T* out = data<T>(y);
+    for (int64_t row = 0; row < rows; row++, gate += 2 * width, out += width)
+      swiglu_row(gate, gate + width, factor, out, width);
   });
   return y;
 }

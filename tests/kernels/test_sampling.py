@@ -115,7 +115,7 @@ def exact(request: Request) -> list[float]:
         Request(temperature=0.6, seed=(7, 9)),
         Request(temperature=2.0, top_k=4),
         Request(temperature=1.0, top_p=0.7),
-        Request(temperature=1.5, min_p=0.3),
+        Request(temperature=1.5, min_p=0.38),
         Request(temperature=1.7, min_p=0.05, top_k=7, top_p=0.85, seed=(-3, 1)),
     ],
     ids=["plain", "cold", "top-k", "top-p", "min-p", "all"],

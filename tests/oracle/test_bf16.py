@@ -6,6 +6,8 @@ of activations and state. The bounds are the specification's (section 9.3, full 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.oracle import TINY, Oracle, gaps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def _poison_free(engine: Engine) -> None:
 
 def _assert_idle(engine: Engine) -> None:
     engine.scheduler.check()
-    for account in engine.accounting().values():
+    for account in engine.scheduler.accounting().values():
         assert (account.live, account.reserved) == (0, 0)
 
 
@@ -104,7 +105,7 @@ Event = tuple[str, int, int]
     pages=st.integers(17, 30),
 )
 def test_any_traffic_gives_solo_results(events: list[Event], running: int, pages: int) -> None:
-    spec = build_spec(running=running, full_pages=pages, window_pages=14)
+    spec = build_spec(running=running, full_pages=pages, window_pages=14, decodes=(1, 2))
     with open_engine(spec) as engine:
         requests: list[Request] = []
         for kind, first, second in events:
@@ -128,6 +129,16 @@ def test_any_traffic_gives_solo_results(events: list[Event], running: int, pages
             engine.step()
         for request in requests:
             _assert_right(request)
+        _assert_idle(engine)
+
+
+def test_threads_may_share_an_engine() -> None:
+    params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True, logprobs=1)
+    prompts = _prompts(12, seed=5)
+    with open_engine(SPEC) as engine, ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda prompt: engine.generate(prompt, params)[0], prompts))
+        for prompt, completion in zip(prompts, done, strict=True):
+            assert list(completion.choices[0].token_ids) == run_oracle(SPEC, prompt, params)[0]
         _assert_idle(engine)
 
 
@@ -321,7 +332,7 @@ def test_close_aborts_and_refuses() -> None:
     engine.close()
     engine.close()
     assert request.completion().choices[0].finish_reason == "abort"
-    with pytest.raises(FailedError, match="closed engine"):
+    with pytest.raises(FailedError, match="closed"):
         engine.step()
-    with pytest.raises(FailedError, match="closed engine"):
+    with pytest.raises(FailedError, match="closed"):
         engine.submit([5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,8 +59,17 @@ def test_a_running_engine_needs_no_ops_and_no_compiler() -> None:
         "import inkling_engine.runtime.engine, inkling_engine.runtime.binding\n"
         "import inkling_engine.runtime.graphs, inkling_engine.runtime.weights"
     )
+    assert not any(name.startswith(("inkling_engine.compile", "transformers")) for name in loaded)
+    assert not loaded & {"torch._inductor", "torch._dynamo"}
+    loaded = _modules_after(
+        f"import sys; sys.path.append({str(Path(__file__).parents[1])!r})\n"
+        "from pathlib import Path\n"
+        "from support.fake_spec import build_manifest, build_spec\n"
+        "from support.fake_step import open_engine\n"
+        "from inkling_engine.runtime.ops import load_ops\n"
+        "load_ops(Path(), build_manifest(build_spec()))\n"
+        "open_engine(build_spec()).generate([5])"
+    )
     kernels = {name for name in loaded if name.startswith("inkling_engine.kernels")}
     allowed = ("", "._op", ".native", ".state", ".table")
     assert kernels <= {f"inkling_engine.kernels{name}" for name in allowed}
-    assert not any(name.startswith(("inkling_engine.compile", "transformers")) for name in loaded)
-    assert not loaded & {"torch._inductor", "torch._dynamo"}

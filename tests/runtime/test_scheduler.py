@@ -234,6 +234,18 @@ def test_more_rows_than_the_largest_decode_bucket_take_turns() -> None:
     assert plans[1].sequences + plans[2].sequences + plans[3].sequences == sequences
 
 
+def test_a_row_that_leaves_while_it_is_owed_a_turn_is_not_run() -> None:
+    device = Device(build_spec(running=3, decodes=(1,), extends=((16, 8),)))
+    first, second, third = _run(device, (2, 6), (2, 6), (2, 6))
+    device.step()
+    device.step()  # the first one's turn; the others wait for theirs
+    device.end(second)
+    plan = device.step()
+    assert plan and plan.sequences == [third]
+    plan = device.step()
+    assert plan and plan.sequences == [first]
+
+
 def test_decoding_is_not_starved_by_prompts() -> None:
     """While prompts keep coming through an extend bucket of one row, decoding rows advance."""
     device = Device(build_spec(extends=((8, 1),)))

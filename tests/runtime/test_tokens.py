@@ -123,8 +123,9 @@ def test_a_stop_string_can_be_kept_in_the_text() -> None:
     assert stream.text == "one."
 
 
-def test_stop_strings_before_min_tokens_are_passed_over() -> None:
-    stream = _stream(Pieces("a.", "b", "c."), stop=".")
+@pytest.mark.parametrize("stops", [["."], [".", "long one"]])
+def test_stop_strings_before_min_tokens_are_passed_over(stops: list[str]) -> None:
+    stream = _stream(Pieces("a.", "b", "c."), stop=stops)
     assert stream.push(0, may_stop=False) is None
     assert stream.push(1) is None, "an old match stays passed over"
     assert stream.push(2) == "."
