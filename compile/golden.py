@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.artifacts.spec import Bucket, EngineSpec, StepKind
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
 
@@ -69,19 +69,29 @@ def _prompts(spec: EngineSpec, tokenizer: Path | None) -> list[list[int]]:
 def _record_case(
     spec: EngineSpec, weights: Mapping[str, Tensor], prompt: Sequence[int]
 ) -> GoldenCase:
-    machine = Machine(spec, weights)
-    bucket = Bucket(kind="extend", rows=1, tokens=len(prompt))
-    chunk = Chunk(slot=1, start=0, tokens=prompt, admit=True)
+    """The prompt is fed in chunks as an engine would: a ring of window pages holds no longer one."""
+    machine, size = Machine(spec, weights), max(bucket.tokens for bucket in spec.buckets)
+    starts = range(0, len(prompt), size)
+    chunks = [Chunk(1, i, prompt[i : i + size], i == 0, i == starts[-1]) for i in starts]
+    for chunk in chunks[:-1]:
+        _logits(machine, chunk)
+    chunk = chunks[-1]
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < min(NEW_TOKENS, spec.max_context - len(prompt)):
-        rows = machine.rows(program_inputs(spec, bucket, ()), [chunk])
-        best = machine.eager(bucket, rows)[0].topk(2).values
+        best = _logits(machine, chunk).topk(2).values
         if best[0] - best[1] < MARGIN[spec.dtype]:
             break
         ints, floats = machine.results(1)
         tokens.append(int(ints[0, 1]))
         logprobs.append(float(floats[0, 0]))
         chunk = Chunk(slot=1, start=chunk.start + chunk.count)
-        bucket = Bucket(kind="decode", rows=1, tokens=1)
     return GoldenCase(list(prompt), tokens, logprobs)
+
+
+def _logits(machine: Machine, chunk: Chunk) -> Tensor:
+    """Process one row alone with the references; logits [real vocabulary] after it."""
+    kind: StepKind = "extend" if chunk.tokens else "decode"
+    bucket = Bucket(kind=kind, rows=1, tokens=chunk.count)
+    rows = machine.rows(program_inputs(machine.spec, bucket, ()), [chunk])
+    return machine.eager(bucket, rows)[0]

@@ -56,7 +56,8 @@ inline Tensor experts(const Tensor& y, const Tensor& w13, const Tensor& w2, cons
       }
       gemm::Weight<T> up{data<T>(w13) + e * 2 * width * hidden, 2 * width, hidden};
       gemm::Weight<T> back{data<T>(w2) + e * hidden * width, hidden, width};
-      if (members) moe::run_expert(rows.rows(), members, up, back, gate_up.get(), activation, down.get() + first * hidden);
+      if (members)
+        moe::run_expert(rows.rows(), members, up, back, gate_up.get(), activation, down.get() + first * hidden);
     }
     int64_t live = assigned / slots;
     for (int64_t t = 0; t < live; t++)

@@ -7,20 +7,19 @@ each step every one of them is compared with its trace, which was recorded alone
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.programs import Programs
-from support.rig import Flow, Model, Rig, Trace, Traces, fit
+from support.rig import Flow, Model, Rig, Trace, Traces
+from support.schedules import Batch, fit, run_to_the_end
 
 from inkling_engine.artifacts.spec import Bucket
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
-Batch = list[tuple[Flow, int] | None]
 KINDS = ((1, 0), (2, 1), (3, 0), (4, 1), (7, 0), (8, 1), (9, 0), (13, 1), (17, 0), (22, 0), (40, 1))
 
 
@@ -28,39 +27,6 @@ def some_traces(traces: Traces, count: int, choose: random.Random) -> list[Trace
     """`count` small traces of different prompt lengths, greedy and sampled, 10 tokens after each."""
     kinds = choose.sample(KINDS, count)
     return [traces(n, at=7 * n, new=10, temperature=float(heat)) for n, heat in kinds]
-
-
-def draw_batch(flows: Sequence[Flow], most: int, choose: random.Random) -> Batch:
-    """A random batch of at most 8 rows and `most` tokens over some of `flows`, inert rows among them."""
-    batch: Batch = []
-    for flow in choose.sample(flows, choose.randint(1, min(8, len(flows)))):
-        room = most - sum(pair[1] if pair else 1 for pair in batch)
-        if room and not flow.done:
-            batch.append((flow, choose.randint(1, min(flow.left or 1, room))))
-    for _ in range(choose.choice((0, 0, 1, 2))):
-        if len(batch) < 8 and sum(pair[1] if pair else 1 for pair in batch) < most:
-            batch.insert(choose.randint(0, len(batch)), None)
-    return batch
-
-
-def draw_bucket(batch: Batch, choose: random.Random) -> Bucket:
-    """A bucket of any size that holds `batch`; a batch of single tokens may be a decode."""
-    tokens, rows = sum(pair[1] if pair else 1 for pair in batch), len(batch)
-    more = choose.randint(0, 8 - rows)
-    if tokens == rows and choose.random() < 0.5:
-        return Bucket(kind="decode", rows=rows + more, tokens=rows + more)
-    return Bucket(kind="extend", rows=rows + more, tokens=tokens + more + choose.randint(0, 5))
-
-
-def run_to_the_end(rig: Rig, flows: Sequence[Flow], choose: random.Random, own: bool) -> None:
-    """Run all flows in random batches; `own` buckets are the engine's, others of any size."""
-    most = max(bucket.tokens for bucket in rig.model.spec.buckets)
-    while not all(flow.done for flow in flows):
-        if any(batch := draw_batch(flows, most, choose)):
-            bucket = (
-                choose.choice(fit(rig.model.spec, batch)) if own else draw_bucket(batch, choose)
-            )
-            rig.advance(bucket, batch)
 
 
 @pytest.mark.parametrize("size", ["small", "ring"])
@@ -84,7 +50,7 @@ def test_any_schedule_gives_each_request_its_own_bits(
     rig = Rig(small if size == "small" else ring, pages=pages)
     slots = choose.sample(range(1, 9), count)
     flows = list(map(Flow, some_traces(small_traces, count, choose), slots))
-    run_to_the_end(rig, flows, choose, own)
+    run_to_the_end(rig, flows, choose, own=own)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -126,6 +126,7 @@ class Rig:
     pages: int = 0
     tolerance: float = 0.0
     machine: Machine = field(init=False)
+    _shared: list[tuple[int, int, int, int]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.machine = Machine(*self.model)
@@ -156,8 +157,24 @@ class Rig:
             line[3] = self._physical[int(line[0])][int(line[3])]
         for i, chunk in enumerate(chunks):
             rows["row_sources"][i] = (sources or {}).get(chunk.slot, 0)
+            if not any(chunk.snapshots):
+                rows["snapshot_updates"][i, 0] = 0
         rows["admit_ints"][:, table.ADMIT_HEADER + table.SEED_LOW] = SEED
+        free = (rows["page_updates"][:, 1] == 0).nonzero().flatten().tolist()
+        for at, line in zip(free, self._shared, strict=False):
+            rows["page_updates"][at] = torch.tensor(line, dtype=torch.int32)
+        self._shared = []
         return rows
+
+    def share(self, slot: int, other: int, length: int) -> None:
+        """With the next row inputs, map `slot`'s first `length` tokens to the pages of `other`."""
+        spec, lines = self.model.spec, []
+        for page in range(length // spec.page_size):
+            for number, kind in ((table.FULL_TABLE, "full"), (table.WINDOW_TABLE, "window")):
+                entries = self.pools[f"{kind}_table"][other].tolist()
+                entry = page % len(entries)
+                lines.append((number, slot, entry, entries[entry]))
+        self._shared = [*self._shared, *lines]
 
     def step(
         self, bucket: Bucket, chunks: Sequence[Chunk], sources: Mapping[int, int] | None = None
@@ -282,19 +299,6 @@ class Traces:
             assert len(prompt) == length, "the text is too short"
             self._known[key] = record(self.model, prompt, new, temperature=temperature)
         return self._known[key]
-
-
-def fit(spec: EngineSpec, batch: Sequence[tuple[Flow, int] | None]) -> list[Bucket]:
-    """The engine's buckets that hold `batch`, smallest first."""
-    tokens = sum(pair[1] if pair else 1 for pair in batch)
-    single = tokens == len(batch)
-    return [
-        bucket
-        for bucket in spec.buckets
-        if bucket.tokens >= tokens
-        and bucket.rows >= len(batch)
-        and (single or bucket.kind == "extend")
-    ]
 
 
 def _chosen(line: Tensor) -> Tensor:
