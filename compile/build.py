@@ -165,6 +165,7 @@ def _prepare(state: Build, digest: str) -> None:
 def _run_items(state: Build) -> dict[str, bytes]:
     """Run every item that has no note yet; returns each item's note."""
     plan, notes = state.plan, {}
+    items.allow_workers()
     notes["kernels"] = _item(state, "kernels", lambda: items.kernels(plan.spec, state.staging))
     with ThreadPoolExecutor(plan.options.jobs) as pool:
         jobs = _independent_jobs(state)

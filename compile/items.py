@@ -8,14 +8,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import filelock
 import msgspec
 import platformdirs
 import torch
 
 from inkling_engine.artifacts.compat import Environment
-from inkling_engine.artifacts.digest import Identity
+from inkling_engine.artifacts.digest import Identity, digest
 from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.layout import (
     GOLDEN_FILE,
@@ -41,6 +45,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _workers: set[subprocess.Popen[str]] = set()
+_stopping = threading.Event()
 
 
 def cache_folder() -> Path:
@@ -51,10 +56,10 @@ def cache_folder() -> Path:
 
 def source_digest() -> str:
     """SHA-256 over this room's sources: the step's code is part of an engine's identity."""
-    room, digest = Path(__file__).parent, hashlib.sha256()
+    room, state = Path(__file__).parent, hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
-        digest.update(path.relative_to(room).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
+        state.update(path.relative_to(room).as_posix().encode() + path.read_bytes())
+    return state.hexdigest()
 
 
 def source_name(plan: Plan, identity: Identity) -> str:
@@ -94,7 +99,8 @@ def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> byte
         entry=str(scratch / "entry.json"),
     )
     (scratch / "request.json").write_bytes(msgspec.json.encode(request))
-    _run_worker(name, scratch / "request.json", spec)
+    with _compiler_folder(f"{name}-{digest(spec)[:16]}") as folder:
+        _run_worker(name, scratch / "request.json", spec, folder)
     os.replace(request.package, target)
     entry = Path(request.entry).read_bytes()
     shutil.rmtree(scratch)
@@ -129,24 +135,46 @@ def copy_tokenizer(plan: Plan, target: Path) -> None:
             shutil.copyfile(path, target / name)
 
 
+def allow_workers() -> None:
+    """Take back `stop_workers`: another build begins."""
+    _stopping.clear()
+
+
 def stop_workers() -> None:
-    """End the worker processes that still run."""
+    """End the worker processes that still run, and those that are just being started."""
+    _stopping.set()
     for worker in list(_workers):
         worker.kill()
 
 
-def _run_worker(name: str, request: Path, spec: EngineSpec) -> None:
+@contextmanager
+def _compiler_folder(name: str) -> Iterator[Path]:
+    """An empty folder that is the same for the same program, and nobody else's meanwhile.
+
+    Inductor's path is part of a program, and Inductor appends to the sources that it finds: a
+    program's bytes would depend on what was built before.
+    """
+    folder = cache_folder() / "inductor" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{folder}.lock"):
+        shutil.rmtree(folder, ignore_errors=True)
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_worker(name: str, request: Path, spec: EngineSpec, compiler_folder: Path) -> None:
     """Run a worker to its end; its one-line error becomes ours."""
-    compiler_cache = cache_folder() / f"inductor-{torch.__version__}-{spec.arch}"
     environment = os.environ | {
         "OMP_NUM_THREADS": str(spec.threads),
-        "TORCHINDUCTOR_CACHE_DIR": str(compiler_cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiler_folder),
     }
     command = [sys.executable, "-m", "inkling_engine.compile.worker", str(request)]
     worker = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )
     _workers.add(worker)
+    if _stopping.is_set():
+        worker.kill()
     try:
         _, printed = worker.communicate()
     finally:

@@ -1,9 +1,9 @@
 """The fp32 engine of inkling-tiny beside transformers' own `generate`, in one run on one thread.
 
 Decode time is a difference: a long generation minus a short one of the same prompts, so that the
-prompt's cost and every call's set-up cancel. The sides take turns in blocks and medians are
-compared; both must first give the same tokens. Without `--engine` an engine is built into a
-temporary folder.
+prompt's cost and every call's set-up cancel. The sides take turns in blocks; what is stated are
+medians over the blocks. First both must generate the same tokens. Without `--engine` an engine is
+built into a temporary folder.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def measure(folder: Path, blocks: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    ours, phases, engine_id = open_ours(folder)
+    ours, engine_id = open_ours(folder)
     sides = {"transformers": open_theirs(), "engine": ours}
     prompts = [make_prompt(PROMPT, seed) for seed in range(max(BATCHES))]
     same = all(
         ours(prompts[:size], 24) == sides["transformers"](prompts[:size], 24) for size in BATCHES
     )
+    phases = load_phases(folder)
     decode = {f"batch {size}": decode_times(sides, prompts[:size], blocks) for size in BATCHES}
     return {
         **about(),
@@ -82,8 +83,8 @@ def measure(folder: Path, blocks: int) -> dict[str, Any]:
     }
 
 
-def open_ours(folder: Path) -> tuple[Generate, dict[str, float], str]:
-    """The engine's generation, its load phases and its id."""
+def open_ours(folder: Path) -> tuple[Generate, str]:
+    """The engine's generation, and its id."""
     from inkling_engine.runtime import Engine, SamplingParams
 
     engine = Engine.load(folder)
@@ -93,7 +94,7 @@ def open_ours(folder: Path) -> tuple[Generate, dict[str, float], str]:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         return [list(done.choices[0].token_ids) for done in engine.generate(prompts, params)]
 
-    return generate, dict(engine.timings), engine.manifest.engine_id
+    return generate, engine.manifest.engine_id
 
 
 def open_theirs() -> Generate:
@@ -137,25 +138,29 @@ def make_prompt(length: int, seed: int) -> list[int]:
 def decode_times(
     sides: dict[str, Generate], prompts: Sequence[Sequence[int]], blocks: int
 ) -> dict[str, float]:
-    """Median milliseconds of a decode step of each side, and their ratio."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(blocks):
-        for name, generate in sides.items():
-            few, many = (seconds(generate, prompts, count) for count in (FEW, MANY))
-            times[name].append((many - few) / (MANY - FEW) * 1e3)
-    result = {name: median(values) for name, values in times.items()}
-    return result | {"ratio": result["transformers"] / result["engine"]}
+    """Milliseconds of a decode step of each side, and how many times faster the engine is."""
+
+    def step(generate: Generate) -> float:
+        few, many = (seconds(generate, prompts, count) for count in (FEW, MANY))
+        return (many - few) / (MANY - FEW) * 1e3
+
+    return by_turns(sides, step, blocks)
 
 
 def extend_rates(sides: dict[str, Generate], blocks: int) -> dict[str, float]:
-    """Median prompt tokens a second of each side over one long prompt, and their ratio."""
+    """Prompt tokens a second of each side over one long prompt, and how many times faster."""
     prompt = [make_prompt(LONG_PROMPT, 0)]
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(blocks):
-        for name, generate in sides.items():
-            times[name].append(seconds(generate, prompt, 1))
-    result = {name: LONG_PROMPT / median(values) for name, values in times.items()}
-    return result | {"ratio": result["engine"] / result["transformers"]}
+    times = by_turns(sides, lambda generate: seconds(generate, prompt, 1), blocks)
+    return {name: LONG_PROMPT / times[name] for name in sides} | {"ratio": times["ratio"]}
+
+
+def by_turns(
+    sides: dict[str, Generate], measure: Callable[[Generate], float], blocks: int
+) -> dict[str, float]:
+    """Medians over the blocks of each side's time and of the ratio within a block."""
+    times = [{name: measure(generate) for name, generate in sides.items()} for _ in range(blocks)]
+    result = {name: median(block[name] for block in times) for name in sides}
+    return result | {"ratio": median(block["transformers"] / block["engine"] for block in times)}
 
 
 def seconds(generate: Generate, prompts: Sequence[Sequence[int]], count: int) -> float:
@@ -165,15 +170,31 @@ def seconds(generate: Generate, prompts: Sequence[Sequence[int]], count: int) ->
     return time.perf_counter() - start
 
 
+def load_phases(folder: Path, repeats: int = 3) -> dict[str, float]:
+    """Median seconds of each phase of `Engine.load` in a process of its own."""
+    command = [
+        "generate",
+        str(folder),
+        *["--prompt-ids", "1", "--max-tokens", "1", "--timings", "--json"],
+    ]
+    runs = [json.loads(run_command("runtime", *command))["timings"] for _ in range(repeats)]
+    return {name: median(run[name] for run in runs) for name in runs[0] if name != "generate"}
+
+
 def command_time(room: str, *arguments: str, repeats: int = 5) -> float:
     """Median wall time of a command of ours, from process start to exit."""
-    command = [sys.executable, "-m", f"inkling_engine.{room}.cli", *arguments]
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        run_command(room, *arguments)
         times.append(time.perf_counter() - start)
     return median(times)
+
+
+def run_command(room: str, *arguments: str) -> str:
+    """What a command of ours prints."""
+    command = [sys.executable, "-m", f"inkling_engine.{room}.cli", *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def about() -> dict[str, Any]:

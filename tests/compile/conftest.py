@@ -1,16 +1,27 @@
-"""What build tests share: the compilers' cache, and models small enough to build again and again."""
+"""What build tests share: two builds of a small engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from support.builds import Builds, build_both, two_layers
+from support.checkpoints import write_random
 
 
-@pytest.fixture
-def compiler_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let Inductor in this process keep its files where builds keep theirs."""
-    from inkling_engine.compile.items import cache_folder
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two-layer model."""
+    return write_random(tmp_path_factory.mktemp("two") / "two-layers", two_layers(), seed=1)
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor-tests"))
-    return cache_folder()
+
+@pytest.fixture(scope="session")
+def builds(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Builds:
+    """Both builds of the two-layer model, finished."""
+    return build_both(tmp_path_factory.mktemp("builds"), checkpoint)
+
+
+@pytest.fixture(scope="session")
+def engine(builds: Builds) -> Path:
+    """The undisturbed engine. Copy it before you change it."""
+    return builds.whole

@@ -60,6 +60,12 @@ def test_a_published_model_without_cuda(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "--dry-run" in remedy and "--device cpu" in remedy
 
 
+def test_a_model_larger_than_the_memory(run: Run) -> None:
+    field, _, expected, remedy = refusal(run, 5, "--model", "inkling-small", "--device", "cpu")
+    assert field == "device memory"
+    assert expected.startswith("at least ") and "--max-context" in remedy
+
+
 def test_an_unknown_preset(run: Run) -> None:
     field, found, expected, _ = refusal(run, 2, "--model", "inkling-medium")
     assert (field, found) == ("--model", "'inkling-medium'")

@@ -22,6 +22,11 @@ TRAINED |= {"max_context": 1024, "decode_buckets": "1,8", "extend_buckets": "64x
 VOCABULARY = 151
 
 
+def random_ids() -> list[int]:
+    """400 ids of the small models' real vocabulary."""
+    return random.Random(3).choices(range(VOCABULARY), k=400)
+
+
 @pytest.fixture(scope="session")
 def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model: window 8, extent 12, log floor 16, both layer kinds, dense and experts."""
@@ -46,6 +51,14 @@ def ring(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mo
 
 
 @pytest.fixture(scope="session")
+def rounded(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The random model in bf16, with a ring."""
+    scratch = tmp_path_factory.mktemp("rounded")
+    machine = convert(small_checkpoint, scratch, "bf16", **SMALL, extend_buckets="8x8,16x8")
+    return Model(machine.spec, machine.weights)
+
+
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The trained tiny model: window 128, extent 256, log floor 512, pages of 64."""
     machine = convert(TINY, tmp_path_factory.mktemp("trained"), **TRAINED)
@@ -61,7 +74,13 @@ def programs(tiny_engine: Path) -> Programs:
 @pytest.fixture(scope="session")
 def small_traces(small: Model, native_library: Path) -> Traces:
     """Traces of the random model; both sizes have the same ones."""
-    return Traces(small, random.Random(3).choices(range(VOCABULARY), k=400))
+    return Traces(small, random_ids())
+
+
+@pytest.fixture(scope="session")
+def rounded_traces(rounded: Model, native_library: Path) -> Traces:
+    """Traces of the random model in bf16."""
+    return Traces(rounded, random_ids())
 
 
 @pytest.fixture(scope="session")

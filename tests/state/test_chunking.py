@@ -62,6 +62,13 @@ def test_lengths_beyond_window_extent_and_log_floor(
     run_to_the_end(Rig(trained, pages=seed), flows, choose, own=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_state_is_the_same_bits_too(rounded: Model, rounded_traces: Traces, seed: int) -> None:
+    choose = random.Random(seed)
+    flows = list(map(Flow, some_traces(rounded_traces, 4, choose), choose.sample(range(1, 9), 4)))
+    run_to_the_end(Rig(rounded, pages=seed), flows, choose, own=seed % 2 == 0)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_compiled_programs_give_the_same_bits(
     programs: Programs, trained_traces: Traces, seed: int
@@ -70,6 +77,17 @@ def test_compiled_programs_give_the_same_bits(
     flows += [Flow(trained_traces(n, at=n, new=6, temperature=1.0), 1 + n) for n in (1, 2, 3, 4)]
     rig = Rig(programs.model, programs, pages=seed)
     run_to_the_end(rig, flows, random.Random(seed), own=True)
+
+
+def test_a_few_chunks_across_window_extent_and_log_floor(ring: Model, small_traces: Traces) -> None:
+    """40 tokens in chunks of 5, 1, 2 and 16 beside a decoding neighbour, then 10 of their own."""
+    flow, other = Flow(small_traces(40, at=280, new=10), 3), Flow(small_traces(7, at=49, new=10), 6)
+    rig, bucket = Rig(ring, pages=1), Bucket(kind="extend", rows=4, tokens=24)
+    rig.advance(bucket, [(other, 7)])
+    for count in (5, 1, 2, 16, 16):
+        rig.advance(bucket, [(other, 1), None, (flow, count)])
+    while not flow.done:
+        rig.advance(Bucket(kind="decode", rows=2, tokens=2), [(flow, 1)])
 
 
 @pytest.mark.parametrize("total", [7, 8, 9, 15, 16, 17, 31, 32, 33])

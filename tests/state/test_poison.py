@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import Exported, open_engine
-from support.rig import GARBAGE, INERT, STEADY, Flow, Model, Result, Rig, Traces, bits
+from support.engines import open_engine
+from support.rig import GARBAGE, INERT, STEADY, Flow, Model, Result, Rig, StepCode, Traces, bits
 from support.stepper import recorded
 from torch import Tensor
 
@@ -253,7 +253,7 @@ def ask(kind: int) -> tuple[list[int], SamplingParams]:
     value=st.sampled_from((math.nan, 1e30)),
 )
 def test_freed_slots_and_pages_may_hold_anything(
-    served: Model, exported: Exported, events: list[tuple[str, int]], value: float
+    served: Model, exported: StepCode, events: list[tuple[str, int]], value: float
 ) -> None:
     """Any traffic over poisoned memory gives what each request gives alone on clean memory."""
     engine, _ = open_engine(served, exported)
@@ -281,7 +281,7 @@ def test_freed_slots_and_pages_may_hold_anything(
 _ALONE: dict[int, Choice] = {}
 
 
-def alone(served: Model, exported: Exported, number: int) -> Choice:
+def alone(served: Model, exported: StepCode, number: int) -> Choice:
     """The choice of request `number` in an engine of its own."""
     if number not in _ALONE:
         engine, _ = open_engine(served, exported)
@@ -289,7 +289,23 @@ def alone(served: Model, exported: Exported, number: int) -> Choice:
     return _ALONE[number]
 
 
-def test_the_very_first_requests_see_no_reserved_memory(served: Model, exported: Exported) -> None:
+@VALUES
+def test_pages_behind_the_window_may_hold_anything(
+    served: Model, exported: StepCode, value: float
+) -> None:
+    """A long request returns window pages as it goes; what others write there it does not see."""
+    prompt = random.Random(4).choices(range(151), k=30)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
+    engine, _ = open_engine(served, exported)
+    wanted = engine.generate(prompt, params)[0].choices
+    request = engine.submit(prompt, params)
+    while not request.finished:
+        poison_free(engine, value)
+        engine.step()
+    assert request.completion().choices == wanted
+
+
+def test_the_very_first_requests_see_no_reserved_memory(served: Model, exported: StepCode) -> None:
     """Eight at once over a poisoned slot 0 are in slots 1 to 8; a ninth waits."""
     engine, _ = open_engine(served, exported)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -306,7 +322,7 @@ def test_the_very_first_requests_see_no_reserved_memory(served: Model, exported:
     assert [request.completion().choices for request in requests] == later
 
 
-def test_idle_steps_touch_no_byte(served: Model, exported: Exported) -> None:
+def test_idle_steps_touch_no_byte(served: Model, exported: StepCode) -> None:
     engine, _ = open_engine(served, exported)
     engine.generate(*ask(3))
     before = {name: pool.clone() for name, pool in engine.pool.tensors.items()}

@@ -53,7 +53,10 @@ class Watched:
         )
 
     def wait_for(self, text: str) -> None:
-        """Read progress until a line holds `text`; the build must not end before."""
+        """Read progress until a line holds `text`; the build must not end before. Every line
+        holds the empty text, which is there at once."""
+        if not text:
+            return
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.lines.append(line.rstrip())
@@ -89,9 +92,8 @@ class Watched:
 
 
 @contextmanager
-def watched(*arguments: object) -> Iterator[Watched]:
-    """A watched build that does not outlive the block."""
-    build = Watched(*arguments)
+def watched(build: Watched) -> Iterator[Watched]:
+    """The build, which does not outlive the block."""
     try:
         yield build
     finally:

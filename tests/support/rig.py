@@ -2,8 +2,8 @@
 
 A `Trace` is one request alone, token by token: after each token its logits, its result line, its
 conv windows, and the keys and values that it wrote. A `Rig` steps requests together, in any
-chunks, rows, buckets and pages, and holds each one to its trace, bit by bit unless a tolerance is
-given. What runs a step is exchangeable: native kernels, references, or an engine's programs.
+chunks, rows, buckets and pages, and holds each one to its trace, bit by bit. What runs a step is
+exchangeable: native kernels, references, or an engine's programs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ STEADY = ("step_counter", "rank", "peers")  # never garbage: the step reads them
 GARBAGE, SEED = 0x7F7F7F7F, 7
 
 
-class Model(NamedTuple):
+class Model:
     """What a machine is made from."""
 
-    spec: EngineSpec
-    weights: Tensors
+    def __init__(self, spec: EngineSpec, weights: Tensors) -> None:
+        """Keep both."""
+        self.spec, self.weights = spec, weights
 
 
 class Result(NamedTuple):
@@ -124,12 +125,11 @@ class Rig:
     run: StepCode = native_step
     garbage: float | None = math.nan
     pages: int = 0
-    tolerance: float = 0.0
     machine: Machine = field(init=False)
     _shared: list[tuple[int, int, int, int]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.machine = Machine(*self.model)
+        self.machine = Machine(self.model.spec, self.model.weights)
         sizes = self.model.spec.pools
         self._physical = {
             table.FULL_TABLE: _shuffled(sizes.full_pages, self.pages),
@@ -157,12 +157,12 @@ class Rig:
             line[3] = self._physical[int(line[0])][int(line[3])]
         for i, chunk in enumerate(chunks):
             rows["row_sources"][i] = (sources or {}).get(chunk.slot, 0)
-            if not any(chunk.snapshots):
+            if not chunk.snapshots:
                 rows["snapshot_updates"][i, 0] = 0
         rows["admit_ints"][:, table.ADMIT_HEADER + table.SEED_LOW] = SEED
-        free = (rows["page_updates"][:, 1] == 0).nonzero().flatten().tolist()
-        for at, line in zip(free, self._shared, strict=False):
-            rows["page_updates"][at] = torch.tensor(line, dtype=torch.int32)
+        own = [line for line in rows["page_updates"].tolist() if line[1]]
+        lines = torch.tensor([*self._shared, *own], dtype=torch.int32)  # own ones go last, and win
+        rows["page_updates"].zero_()[: len(lines)] = lines.view(-1, 4)
         self._shared = []
         return rows
 
@@ -206,20 +206,19 @@ class Rig:
         at, trace, where = flow.length - 1, flow.trace, f"slot {flow.slot} at {flow.length}"
         ints = result.ints[row]
         assert (int(ints[0]), int(ints[3])) == (flow.slot, flow.length), where
-        self._same(result.logits[row], trace.logits[at], f"{where}: logits")
-        if not self.tolerance:
-            assert torch.equal(_chosen(ints), trace.ints[at]), f"{where}: tokens"
-            self._same(result.floats[row], trace.floats[at], f"{where}: logprobs")
+        _require_same(result.logits[row], trace.logits[at], f"{where}: logits")
+        assert torch.equal(_chosen(ints), trace.ints[at]), f"{where}: tokens"
+        _require_same(result.floats[row], trace.floats[at], f"{where}: logprobs")
         self.check_state(flow)
 
     def check_state(self, flow: Flow) -> None:
         """Assert that a flow's conv windows and visible KV are those of its trace."""
         at, trace, where = flow.length - 1, flow.trace, f"slot {flow.slot} at {flow.length}"
-        self._same(self.windows(flow.slot), trace.windows[at], f"{where}: conv windows")
+        _require_same(self.windows(flow.slot), trace.windows[at], f"{where}: conv windows")
         first = max(0, flow.length - self.model.spec.shape.local.window + 1)
         full, window = self.kv(flow.slot, 0, flow.length), self.kv(flow.slot, first, flow.length)
-        self._same(full[0], trace.kv_full[: flow.length], f"{where}: full KV")
-        self._same(window[1], trace.kv_window[first : flow.length], f"{where}: window KV")
+        _require_same(full[0], trace.kv_full[: flow.length], f"{where}: full KV")
+        _require_same(window[1], trace.kv_window[first : flow.length], f"{where}: window KV")
 
     def windows(self, slot: int) -> Tensor:
         """All conv windows of a slot, flat, in the pools' order."""
@@ -235,14 +234,6 @@ class Rig:
             pages = line[positions // page % len(line)].long()
             found.append(self.pools[f"kv_{kind}"][:, pages, :, :, positions % page])
         return found[0], found[1]
-
-    def _same(self, found: Tensor, expected: Tensor, what: str) -> None:
-        if self.tolerance:
-            scale = max(1.0, float(expected.abs().max()))
-            error = float((found.float() - expected.float()).abs().max()) / scale
-            assert error <= self.tolerance, f"{what} off by {error:.2e}"
-        else:
-            assert torch.equal(bits(found), bits(expected)), f"{what} differ"
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -299,6 +290,10 @@ class Traces:
             assert len(prompt) == length, "the text is too short"
             self._known[key] = record(self.model, prompt, new, temperature=temperature)
         return self._known[key]
+
+
+def _require_same(found: Tensor, expected: Tensor, what: str) -> None:
+    assert torch.equal(bits(found), bits(expected)), f"{what} differ"
 
 
 def _chosen(line: Tensor) -> Tensor:
