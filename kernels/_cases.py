@@ -22,7 +22,9 @@ class Case:
     tolerance: float
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
+def normal(
+    *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0
+) -> Tensor:
     """Seeded normal values of `shape`, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(hash((seed, shape)) & 0x7FFFFFFF)
     return (torch.randn(shape, generator=generator) * scale).to(dtype)

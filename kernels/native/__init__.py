@@ -16,7 +16,15 @@ from pathlib import Path
 import torch
 
 _ROOM = Path(__file__).resolve().parent.parent
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
 _loaded: Path | None = None
 
 
@@ -45,7 +53,13 @@ def compile_library(directory: Path, march: str) -> Path:
     include = torch_root / "include"
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         output = Path(scratch) / target.name
-        command = [compiler, *FLAGS, f"-march={march}", f"-I{include}", f"-I{include}/torch/csrc/api/include"]
+        command = [
+            compiler,
+            *FLAGS,
+            f"-march={march}",
+            f"-I{include}",
+            f"-I{include}/torch/csrc/api/include",
+        ]
         command += [str(_ROOM / "native" / "library.cpp"), "-o", str(output)]
         command += [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -15,4 +15,6 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x)
 
 
-rmsnorm = define("rmsnorm", "(Tensor x, Tensor weight, float eps) -> Tensor", reference.rmsnorm, _fake)
+rmsnorm = define(
+    "rmsnorm", "(Tensor x, Tensor weight, float eps) -> Tensor", reference.rmsnorm, _fake
+)
