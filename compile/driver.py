@@ -71,6 +71,8 @@ class Machine:
 
 def fill_rows(spec: EngineSpec, rows: Mapping[str, Tensor], chunks: Sequence[Chunk]) -> None:
     """Write `chunks` into zeroed row inputs; greedy unless a chunk has a temperature."""
+    longest = max(bucket.tokens for bucket in spec.buckets)
+    assert all(chunk.count <= longest for chunk in chunks), "a chunk overruns the window ring"
     tokens = [token for chunk in chunks for token in (chunk.tokens or (0,))]
     rows["token_ids"][: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     updates = [update for chunk in chunks for update in _page_updates(spec, chunk)]

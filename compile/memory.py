@@ -6,6 +6,8 @@ pool layout. All values are bytes.
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from inkling_engine.artifacts.errors import DoesNotFitError
@@ -14,7 +16,7 @@ from inkling_engine.compile.models.inkling.sizes import weight_bill
 from inkling_engine.compile.options import steady_window_pages
 from inkling_engine.compile.pools import ITEM_SIZE, entry_bytes, pool_entries, rank_kv_heads
 
-DEVICE_MEMORY = {"sm90": 141 * 10**9, "cpu": 16 * 10**9}
+DEVICE_MEMORY = {"sm90": 141 * 10**9}
 PROGRAM_BYTES = 3 << 20
 SLACK = {"cuda": 2 << 30, "cpu": 256 << 20}
 
@@ -48,8 +50,9 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
-    """The bill of one rank of `spec`; `device_memory` defaults to the architecture's."""
-    memory = device_memory or DEVICE_MEMORY.get(spec.arch, DEVICE_MEMORY["cpu"])
+    """The bill of one rank of `spec`; `device_memory` defaults to the architecture's,
+    for a CPU to this machine's."""
+    memory = device_memory or DEVICE_MEMORY.get(spec.arch) or _machine_memory()
     weights = weight_bill(spec.shape, spec.dtype, spec.tp)
     weight_bytes = weights.total
     pools = sum(entry_bytes(entry) for entry in pool_entries(spec))
@@ -114,6 +117,10 @@ def require_fit(spec: EngineSpec, bill: Bill) -> None:
             f"at least {bill.total} bytes for one request of {spec.max_context} tokens",
             "lower --max-context or --max-running, or raise --tp",
         )
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kv_per_token(spec: EngineSpec, *, local: bool) -> int:

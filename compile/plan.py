@@ -64,7 +64,7 @@ def make_plan(options: BuildOptions, device_memory: int | None = None) -> Plan:
     device = default_device(options, has_weights=checkpoint is not None)
     spec = make_spec(options, name, shape, device)
     spec = fit_pools(spec, device_memory)
-    ranks = _ranks(options) if checkpoint else ()
+    ranks = _ranks(options, checkpoint)
     return Plan(options, spec, checkpoint, ranks, memory_bill(spec, device_memory))
 
 
@@ -102,9 +102,13 @@ def _unknown_model(model: str) -> UsageError:
     return UsageError("--model", repr(model), expected, "name one of them")
 
 
-def _ranks(options: BuildOptions) -> tuple[int, ...]:
+def _ranks(options: BuildOptions, checkpoint: Checkpoint | None) -> tuple[int, ...]:
+    """The ranks whose weights are converted: none for a preset without a checkpoint."""
     if options.rank_weights in (None, "all"):
-        return tuple(range(options.tp))
+        return tuple(range(options.tp)) if checkpoint else ()
+    if checkpoint is None:
+        found, remedy = f"{options.rank_weights} without weights", "add --checkpoint or drop it"
+        raise UsageError("--rank-weights", found, "a checkpoint to convert", remedy)
     try:
         ranks = tuple(sorted({int(item) for item in str(options.rank_weights).split(",")}))
     except ValueError:

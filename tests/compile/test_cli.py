@@ -251,3 +251,8 @@ def test_help_lists_every_option(run: Run) -> None:
     assert (code, err) == (0, "")
     for parameter in cli.command.params:
         assert max(parameter.opts, key=len) in out
+
+
+def test_ranks_of_a_preset_without_weights(run: Run) -> None:
+    arguments = ("--model", "inkling-small", "--tp", "8", "--rank-weights", "1", "--dry-run")
+    assert refusal(run, 2, *arguments)[0] == "--rank-weights"
