@@ -18,6 +18,10 @@
 #include <tuple>
 #include <vector>
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // its name before torch 2.13
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace inkling {
 
 using torch::headeronly::ScalarType;
