@@ -6,15 +6,17 @@ allocates no tensor of its own (every temporary is made inside an op).
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor
 import torch._inductor.config
+import torch._inductor.ir
 from torch import Tensor
 from torch._dynamo.utils import ReinplaceCounters
 
@@ -42,7 +44,7 @@ def compile_program(program: torch.export.ExportedProgram, spec: EngineSpec, pat
     Raises `FailedError` when a gate fails: the package is then removed.
     """
     ReinplaceCounters.clear()
-    with torch.no_grad():
+    with torch.no_grad(), _shallow_nodes():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options(spec)
         )
@@ -52,6 +54,22 @@ def compile_program(program: torch.export.ExportedProgram, spec: EngineSpec, pat
     except FailedError:
         path.unlink()
         raise
+
+
+@contextlib.contextmanager
+def _shallow_nodes() -> Iterator[None]:
+    """Keep Inductor's descriptions of its nodes short while it lowers.
+
+    Before torch 2.13 a node's text holds those of all its inputs, and lowering makes that text: in
+    a chain of ops that share inputs it grows exponentially.
+    """
+    node: Any = torch._inductor.ir.ExternKernel
+    before = node.__str__, node.__repr__
+    node.__str__ = node.__repr__ = lambda self: f"{type(self).__name__}({self.name})"
+    try:
+        yield
+    finally:
+        node.__str__, node.__repr__ = before
 
 
 def open_program(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
