@@ -1,14 +1,16 @@
 """How an op is declared: schema, reference, fake, and where its cases are.
 
 The schema (with its mutations) is registered once a process in the namespace `inkling`. On the
-CPU the implementation is the native library (`native.py`), loaded when it is first needed; the
-reference is the specification and is called as a plain function, also for whole steps under
-`use_references()`.
+CPU the implementation is the native library (`native/`), loaded when it is first needed. A process
+that works for CUDA says so before it imports an op (`target_cuda`): the ops are then Triton
+launches that export traces into the program. The reference is the specification and is called as
+a plain function, also for whole steps under `use_references()`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,12 +18,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "inkling"
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _references_active = False
+_cuda = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class Op:
     def schema(self) -> str:
         """The full schema, as `Library.define` takes it."""
         return self.name + self.signature
+
+    @property
+    def launch(self) -> Callable[..., Any]:
+        """The op's Triton launches, with the op's arguments and results."""
+        module = self.reference.__module__.removesuffix(".reference") + ".triton_kernel"
+        launch: Callable[..., Any] = getattr(import_module(module), self.name)
+        return launch
 
     @property
     def cases(self) -> ModuleType:
@@ -58,9 +69,43 @@ def define(
     A schema that an opened engine has defined already must be the same one.
     """
     op = Op(name, signature, reference, fake)
+    if _cuda:
+        _define_triton(op)
+        return op
     define_schema(op.schema)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return op
+
+
+def _define_triton(op: Op) -> None:
+    """Register the op's launches as a `triton_op`, whose schema comes from a Python signature."""
+    schema = torch._C.parse_schema(f"{NAMESPACE}::{op.schema}")
+    kinds = {"Tensor": Tensor, "int": int, "float": float}
+    parameters = [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=kinds[str(argument.type)],
+        )
+        for argument in schema.arguments
+    ]
+    results: Any = {0: None, 1: Tensor}.get(len(schema.returns))
+    if len(schema.returns) > 1:
+        results = tuple.__class_getitem__((Tensor,) * len(schema.returns))
+
+    def launch(*arguments: Any) -> Any:
+        return op.launch(*arguments)
+
+    signature = inspect.Signature(parameters, return_annotation=results)
+    setattr(launch, "__signature__", signature)  # noqa: B010  (functions declare no such field)
+    mutated = tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    torch.library.triton_op(f"{NAMESPACE}::{op.name}", launch, mutates_args=mutated)
+
+
+def target_cuda() -> None:
+    """Make the ops that this process imports from now on Triton launches on CUDA."""
+    global _cuda
+    _cuda = True
 
 
 def define_schema(schema: str) -> None:

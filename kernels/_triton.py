@@ -1,0 +1,124 @@
+"""Launching Triton kernels: the same code compiled, traced into a program, interpreted or recorded.
+
+A launch in an op's `triton_kernel.py` goes through `launchable`, so that export sees the kernel.
+Configurations are functions of shapes alone; nothing is tuned when an engine is built or loaded.
+`launches` calls an op on meta tensors and returns what it would launch, for compilation without
+a GPU.
+"""
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import wrap_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+DIVISOR = 16  # of an integer that Triton specialises on; tensors are aligned to 256 bytes
+
+_recorded: list[CompileCase] | None = None
+_arguments: list[int] = []  # id of each argument of the op whose launches are recorded
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One launch, as `triton.compile` takes it.
+
+    `signature` has a Triton type ("*bf16", "i32", "fp32", "constexpr") for every parameter of
+    `kernel`, `constexprs` the values of those that are "constexpr"; `divisible` are the pointers
+    and integers that are multiples of 16. `inputs` are the parameters that are given an argument
+    of the op, with its position.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: frozenset[str] = frozenset()
+    inputs: tuple[tuple[str, int], ...] = ()
+
+
+def launchable(kernel: Any) -> Any:
+    """`kernel` as it must be launched: as it is in the interpreter, traceable otherwise."""
+    if _recorded is not None:
+        return _Recorder(kernel)
+    return kernel if INTERPRETED else wrap_triton(kernel)
+
+
+def launches(name: str, op: Callable[..., Any], *arguments: Any) -> list[CompileCase]:
+    """What `op` launches for `arguments` (meta tensors), named `name`-kernel."""
+    global _recorded, _arguments
+    _recorded, _arguments = [], [id(argument) for argument in arguments]
+    try:
+        op(*arguments)
+        return [
+            replace(case, name=f"{name}-{case.name.removesuffix('_kernel')}") for case in _recorded
+        ]
+    finally:
+        _recorded = None
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor of `shape` without memory, as `launches` takes it."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class _Recorder:
+    """Stands for a kernel: a launch is noted, not done."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid), f"empty grid {grid}"
+        return self._note
+
+    def _note(self, *arguments: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+        assert _recorded is not None
+        values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
+        fixed = {parameter.name for parameter in self.kernel.params if parameter.is_constexpr}
+        signature, constexprs, divisible = {}, {}, set()
+        for name in self.kernel.arg_names:
+            kind = "constexpr" if name in fixed else _kind(values[name])
+            signature[name] = kind
+            if kind == "constexpr":
+                constexprs[name] = values[name]
+            elif kind.startswith("*") or (kind.startswith("i") and values[name] % DIVISOR == 0):
+                divisible.add(name)
+        given = [(name, id(value)) for name, value in values.items() if isinstance(value, Tensor)]
+        inputs = tuple((name, _arguments.index(i)) for name, i in given if i in _arguments)
+        case = CompileCase(
+            self.kernel.__name__,
+            self.kernel,
+            signature,
+            constexprs,
+            num_warps,
+            num_stages,
+            frozenset(divisible),
+            inputs,
+        )
+        _recorded.append(case)
+
+
+def _kind(value: Any) -> str:
+    """The type that Triton gives an argument; it specialises on the integer 1."""
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1:
+        return "constexpr"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"

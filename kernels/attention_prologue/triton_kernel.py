@@ -1,0 +1,239 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+"""The attention prologue in one launch: programs of (row or tile of tokens) x head.
+
+Heads are the query heads, then k heads, then v heads. A query program normalises its head of a
+tile of tokens and scales the head's relative vector. For k and v the first R programs of a head
+convolve the first three tokens of a row, starting from its old window, and keep the conv state;
+the others convolve the tokens of a tile that no row program took, which need inputs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_engine.kernels._conv_triton import (
+    LAYER_UNIT,
+    clamp,
+    row_input,
+    save_snapshots,
+    window_at,
+)
+from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tokens of a program (at least the three of a row program), warps."""
+
+    tile: int
+    warps: int
+
+
+def configure(tokens: int, dim: int) -> Config:
+    """Few tokens: small programs, so that one token's heads spread over the device."""
+    return Config(4, 1) if tokens <= 256 else Config(16, 4 if dim > 64 else 2)
+
+
+@triton.jit
+def store_queries(
+    qkvr, q_norm, positions, q, r, head, first, tokens, live, log_alpha, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr,
+    RELS: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """q and r of one head for TILE tokens from `first`: norm, tau; zeros for padded tokens."""
+    token = first + tl.arange(0, TILE)
+    line = token.to(tl.int64)[:, None]
+    known, exists = token < live, token < tokens
+    tau = tl.full((TILE,), 1.0, tl.float32)
+    if FLOOR > 0:
+        position = tl.load(positions + token, exists, other=0)
+        tau += log_alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / FLOOR, 1.0))
+    d = tl.arange(0, DIMS)
+    inside = (d < DIM)[None, :]
+    read = exists[:, None] & inside
+    x = tl.load(qkvr + line * WIDTH + head * DIM + d[None, :], read, other=0.0).to(tl.float32)
+    gain = tl.load(q_norm + d, d < DIM, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    y = tl.where(known[:, None], x * scale[:, None] * gain[None, :] * tau[:, None], 0.0)
+    to = q + (line * HEADS + head) * DIM + d[None, :]
+    tl.store(to, y.to(q.dtype.element_ty), read)
+    c = tl.arange(0, RELS)
+    read = exists[:, None] & (c < REL)[None, :]
+    x = qkvr + line * WIDTH + (WIDTH - HEADS * REL + head * REL) + c[None, :]
+    y = tl.load(x, read, other=0.0).to(tl.float32) * tau[:, None]
+    to = r + (line * HEADS + head) * REL + c[None, :]
+    tl.store(to, tl.where(known[:, None], y, 0.0), read)
+
+
+@triton.jit
+def store_values(
+    qkvr, kv_conv, k_norm, kv_pool, locations, old, held, part, first, index, valid,
+    pages, layer, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Convolve k (part < KV_HEADS) or v of the `valid` tokens from `first` and write the pool.
+
+    `index` [TILE] is a token's place in its row. z[index + tap] lies in the old window below 3.
+    """
+    KV: tl.constexpr = 2 * KV_HEADS * DIM
+    token = first + tl.arange(0, TILE)
+    d = tl.arange(0, DIMS)
+    channel = part * DIM + d
+    inside = d < DIM
+    wanted = valid[:, None] & inside[None, :]
+    inputs = qkvr + token.to(tl.int64)[:, None] * WIDTH + HEADS * DIM + channel[None, :]
+    x = tl.load(inputs, wanted, other=0.0).to(tl.float32)
+    y = x + tl.load(kv_conv + channel * 4 + 3, inside, other=0.0)[None, :] * x
+    for tap in tl.static_range(3):
+        place = (index + tap)[:, None]
+        window = old + place * KV + channel[None, :]
+        z = tl.load(window, wanted & (place < held), other=0.0).to(tl.float32)
+        z += tl.load(inputs + (tap - 3) * WIDTH, wanted & (place >= 3), other=0.0).to(tl.float32)
+        y += tl.load(kv_conv + channel * 4 + tap, inside, other=0.0)[None, :] * z
+    y = y.to(qkvr.dtype.element_ty)
+    if part < KV_HEADS:
+        wide = y.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)
+        gain = tl.load(k_norm + d, inside, other=0.0).to(tl.float32)
+        y = (wide * scale[:, None] * gain[None, :]).to(qkvr.dtype.element_ty)
+    location = tl.load(locations + token, valid, other=0)
+    page = tl.cast(layer // LAYER_UNIT, tl.int64) * pages + clamp(location // PAGE, 0, pages - 1)
+    line = (page * (2 * KV_HEADS) + part) * PAGE + location % PAGE
+    tl.store(kv_pool + line[:, None] * DIM + d[None, :], y, wanted)
+
+
+@triton.jit
+def prologue_kernel(
+    qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, positions, token_rows, locations,
+    slots, sources, starts, lengths, destination_slots, destination_offsets, q, r,
+    tokens, rows, pages, pool_slots, layer, log_alpha, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+    REL: tl.constexpr, RELS: tl.constexpr, PAGE: tl.constexpr, FLOOR: tl.constexpr,
+    TILE: tl.constexpr, DESTINATIONS: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM + HEADS * REL
+    KV: tl.constexpr = 2 * KV_HEADS * DIM
+    # A compiled program passes them in double precision.
+    eps, log_alpha = tl.cast(eps, tl.float32), tl.cast(log_alpha, tl.float32)
+    program, part = tl.program_id(0), tl.program_id(1) - HEADS
+    live = clamp(tl.load(starts + rows), 0, tokens)
+    first = (program - rows) * TILE
+    i = tl.arange(0, TILE)
+    if part < 0:
+        if program >= rows:
+            store_queries(
+                qkvr, q_norm, positions, q, r, part + HEADS, first, tokens, live, log_alpha, eps,
+                HEADS, DIM, DIMS, REL, RELS, WIDTH, FLOOR, TILE,
+            )  # fmt: skip
+    elif program >= rows:
+        known = first + i < live
+        row = clamp(tl.load(token_rows + first + i, known, other=0), 0, rows - 1)
+        index = first + i - tl.load(starts + row, known, other=0)
+        store_values(
+            qkvr, kv_conv, k_norm, kv_pool, locations, conv_pool, 0, part, first, index,
+            known & (index >= 3), pages, layer, eps,
+            HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE,
+        )  # fmt: skip
+    else:
+        first = clamp(tl.load(starts + program), 0, tokens)
+        count = clamp(tl.load(starts + program + 1), first, tokens) - first
+        held = tl.where(tl.load(lengths + program) > 0, 3, 0)
+        old = window_at(conv_pool, layer, pool_slots, tl.load(sources + program), KV)
+        new = window_at(conv_pool, layer, pool_slots, tl.load(slots + program), KV)
+        if count > 0:
+            store_values(
+                qkvr, kv_conv, k_norm, kv_pool, locations, old, held, part, first, i,
+                i < tl.minimum(count, 3), pages, layer, eps,
+                HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE,
+            )  # fmt: skip
+            inputs = qkvr + tl.cast(first, tl.int64) * WIDTH + HEADS * DIM
+            channels = part * DIM + tl.arange(0, DIMS)
+            save_snapshots(
+                old, held, inputs, count, channels, DIM, KV, WIDTH, conv_pool, layer, pool_slots,
+                destination_slots, destination_offsets, program, DESTINATIONS,
+            )  # fmt: skip
+            z0 = row_input(old, held, inputs, count, channels, DIM, KV, WIDTH)
+            z1 = row_input(old, held, inputs, count + 1, channels, DIM, KV, WIDTH)
+            z2 = row_input(old, held, inputs, count + 2, channels, DIM, KV, WIDTH)
+            inside = tl.arange(0, DIMS) < DIM
+            tl.debug_barrier()  # the old window, read by every thread, may be the same slot's
+            tl.store(new + channels, z0, inside)
+            tl.store(new + channels + KV, z1, inside)
+            tl.store(new + channels + 2 * KV, z2, inside)
+
+
+def attention_prologue(
+    qkvr: Tensor,
+    kv_conv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    kv_pool: Tensor,
+    conv_pool: Tensor,
+    positions: Tensor,
+    token_rows: Tensor,
+    locations: Tensor,
+    slots: Tensor,
+    sources: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    destination_slots: Tensor,
+    destination_offsets: Tensor,
+    layer: int,
+    heads: int,
+    log_floor: int,
+    log_alpha: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Queries and relative vectors of a step; see the package docstring."""
+    (tokens, width), rows, dim = qkvr.shape, slots.shape[0], q_norm.shape[0]
+    kv_heads = kv_conv.shape[0] // (2 * dim)
+    rel = (width - kv_conv.shape[0]) // heads - dim
+    config = configure(tokens, dim)
+    q = torch.empty((tokens, heads, dim), dtype=qkvr.dtype, device=qkvr.device)
+    r = torch.empty((tokens, heads, rel), dtype=torch.float32, device=qkvr.device)
+    programs = rows + triton.cdiv(tokens, config.tile)
+    launchable(prologue_kernel)[(programs, heads + 2 * kv_heads)](
+        qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, positions, token_rows, locations,
+        slots, sources, starts, lengths, destination_slots, destination_offsets, q, r,
+        tokens, rows, kv_pool.shape[1], conv_pool.shape[1], LAYER_UNIT.value * layer, log_alpha, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIMS=triton.next_power_of_2(dim),
+        REL=rel, RELS=triton.next_power_of_2(rel), PAGE=kv_pool.shape[4], FLOOR=log_floor,
+        TILE=config.tile, DESTINATIONS=destination_slots.shape[1], num_warps=config.warps,
+    )  # fmt: skip
+    return q, r
+
+
+def compile_cases() -> list[CompileCase]:
+    """Decode and extend of one rank of eight of inkling-small, full layers (with tau)."""
+    heads, kv_heads, dim, rel, page = 4, 1, 128, 16, 64
+    kv, i32 = 2 * kv_heads * dim, torch.int32
+    cases = []
+    for tokens, rows in ((1, 1), (8, 8), (128, 128), (2048, 8)):
+        lines = [meta(rows, dtype=i32) for _ in range(2)]
+        cases += launches(
+            f"prologue-t{tokens}",
+            attention_prologue,
+            meta(tokens, (heads + 2 * kv_heads) * dim + heads * rel),
+            meta(kv, 4, dtype=torch.float32),
+            meta(dim),
+            meta(dim),
+            meta(7, 8192, 2, kv_heads, page, dim),
+            meta(7, 160, 3, kv),
+            *(meta(tokens, dtype=dtype) for dtype in (i32, i32, torch.int64)),
+            *lines,
+            meta(rows + 1, dtype=i32),
+            meta(rows, dtype=i32),
+            *(meta(rows, 1 + tokens // 512, dtype=i32) for _ in range(2)),
+            3,
+            heads,
+            128000,
+            0.1,
+            1e-6,
+        )
+    return cases

@@ -1,0 +1,395 @@
+"""Sampling in two launches, whatever a row asks for; nothing is sorted and nothing is random.
+
+1. `scan`, a program a row and chunk of the vocabulary: softmax statistics and top candidates of the
+   raw logits; the processed logits, with noise where a row samples without filters; their best.
+2. `pick`, a program a row: combines the chunks. A row with filters looks for the threshold key two
+   bits at a time, first by count (top-k), then by probability mass (top-p), summed in fp64; chunks
+   whose largest key is below what is known of the threshold are not read. The kept ids then get
+   their noise.
+
+(value, id) pairs are ordered as one int64: highest value first, then lowest id.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_engine.kernels import table
+from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+
+CHUNK = 1024  # ids of a program of `scan`
+UNROLL = 4  # blocks of two chunks that `pick` reads before it waits for one
+
+TEMPERATURE = tl.constexpr(table.TEMPERATURE)
+TOP_P = tl.constexpr(table.TOP_P)
+MIN_P = tl.constexpr(table.MIN_P)
+PRESENCE = tl.constexpr(table.PRESENCE)
+FREQUENCY = tl.constexpr(table.FREQUENCY)
+REPETITION = tl.constexpr(table.REPETITION)
+FLOAT_HEADER = tl.constexpr(table.FLOAT_HEADER)
+MIN_TOKENS = tl.constexpr(table.MIN_TOKENS)
+TOP_K = tl.constexpr(table.TOP_K)
+SEED_LOW = tl.constexpr(table.SEED_LOW)
+SEED_HIGH = tl.constexpr(table.SEED_HIGH)
+INT_HEADER = tl.constexpr(table.INT_HEADER)
+GENERATED = tl.constexpr(table.GENERATED)
+STATE_WIDTH = tl.constexpr(table.STATE_WIDTH)
+COUNTED = tl.constexpr(table.PROMPT_SEEN - 1)
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+NOTHING = tl.constexpr(-(2**63) + 1)  # below any (value, id)
+
+
+@triton.jit
+def ordered(value):
+    """int32 that compares as the fp32 `value` does; both zeros are one."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def ranked(value, index):
+    """int64 that is larger for a higher value, then for a lower index."""
+    return (ordered(value).to(tl.int64) << 32) | (index ^ LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def index_of(key):
+    return (key & LAST_ID).to(tl.int32) ^ LAST_ID
+
+
+@triton.jit
+def value_of(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def logarithm(x):
+    """ln of a normal x > 0 to about 1 ulp (Cephes' polynomial, as in the native kernel)."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    m = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    n = exponent.to(tl.float32)
+    p = tl.fma(m, 7.0376836292e-2, -1.1514610310e-1)
+    p = tl.fma(p, m, 1.1676998740e-1)
+    p = tl.fma(p, m, -1.2420140846e-1)
+    p = tl.fma(p, m, 1.4249322787e-1)
+    p = tl.fma(p, m, -1.6668057665e-1)
+    p = tl.fma(p, m, 2.0000714765e-1)
+    p = tl.fma(p, m, -2.4999993993e-1)
+    p = tl.fma(p, m, 3.3333331174e-1)
+    square = m * m
+    y = tl.fma(n, -2.12194440e-4, p * m * square)
+    y = tl.fma(square, -0.5, y)
+    return tl.fma(n, 0.693359375, m + y)
+
+
+@triton.jit
+def gumbel(index, position, ints):
+    """Noise of token ids at a position under the seed of the table line `ints`."""
+    low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    zero = tl.zeros_like(index)
+    word, _, _, _ = tl.philox(low | (high << 32), index, zero + position, zero, zero)
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    rest = 1.0 - u
+    safe = tl.where(rest == 1.0, 0.5, rest)
+    exponential = tl.where(rest == 1.0, u, tl.div_rn(logarithm(safe) * u, safe - 1.0))
+    return -logarithm(exponential)
+
+
+@triton.jit
+def is_filtered(ints, floats):
+    """Whether the row samples with min-p, top-k or top-p."""
+    filters = (tl.load(floats + MIN_P) > 0.0) | (tl.load(ints + TOP_K) > 0)
+    filters = filters | (tl.load(floats + TOP_P) < 1.0)
+    return filters & (tl.load(floats + TEMPERATURE) != 0.0)
+
+
+@triton.jit
+def processed(
+    logit, index, mask, counts, ints, floats, generated, STOP_IDS: tl.constexpr,
+    BIAS_IDS: tl.constexpr, BIAS_LANES: tl.constexpr,
+):  # fmt: skip
+    """Logits after bias, stop mask and penalties."""
+    lane = tl.arange(0, BIAS_LANES)
+    biases = tl.load(floats + FLOAT_HEADER + lane, mask=lane < BIAS_IDS, other=0.0)
+    if tl.max((biases != 0.0).to(tl.int32), axis=0) != 0:
+        for i in range(BIAS_IDS):
+            bias = tl.load(floats + FLOAT_HEADER + i)
+            token = tl.load(ints + INT_HEADER + STOP_IDS + i)
+            logit = tl.where((index == token) & (bias != 0.0), logit + bias, logit)
+    if generated < tl.load(ints + MIN_TOKENS):
+        for i in range(STOP_IDS):
+            token = tl.load(ints + INT_HEADER + i)
+            logit = tl.where(index == token, -float("inf"), logit)
+    repetition, frequency = tl.load(floats + REPETITION), tl.load(floats + FREQUENCY)
+    presence = tl.load(floats + PRESENCE)
+    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+        count = tl.load(counts + index, mask=mask, other=0)
+        repeated = tl.where(logit > 0.0, tl.div_rn(logit, repetition), logit * repetition)
+        logit = tl.where(count != 0, repeated, logit)
+        output = (count & COUNTED).to(tl.float32)
+        logit = logit - frequency * output - tl.where(output > 0.0, presence, 0.0)
+    return logit
+
+
+@triton.jit
+def scan_kernel(
+    logits, token_counts, request_state, request_ints, request_floats, slots, starts, lengths,
+    emits, scaled, maxima, sums, best, top_keys, LINES: tl.constexpr, VOCAB: tl.constexpr,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr,
+    BIAS_LANES: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """maxima (NaN if a logit is not finite), sums, best keys [R, CHUNKS], top_keys [R, CHUNKS, TOP]
+
+    and, for rows with filters, the processed logits over the temperature, `scaled` [R, VOCAB].
+    """
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    if tl.load(emits + row) == 0:
+        return
+    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
+    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = index < VOCAB
+    line = row.to(tl.int64) * VOCAB + index
+    raw = tl.load(logits + line, mask=mask, other=-float("inf"))
+    cell = row * CHUNKS + chunk
+    finite = tl.min((~mask | (tl.abs(raw) < float("inf"))).to(tl.int32), axis=0)
+    maximum = tl.max(raw, axis=0)
+    power = tl.where(mask, tl.exp(raw - maximum), 0.0)
+    tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
+    tl.store(sums + cell, tl.sum(power, axis=0))
+    key = tl.where(mask, ranked(raw, index), NOTHING)
+    for place in range(TOP):
+        highest = tl.max(key, axis=0)
+        tl.store(top_keys + cell * TOP + place, highest)
+        key = tl.where(key == highest, NOTHING, key)
+    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
+    counts = token_counts + slot * VOCAB
+    value = processed(
+        raw, index, mask, counts, ints, floats, generated, STOP_IDS, BIAS_IDS, BIAS_LANES
+    )
+    temperature = tl.load(floats + TEMPERATURE)
+    if temperature != 0.0:
+        value = tl.div_rn(value, temperature)
+        if is_filtered(ints, floats):
+            tl.store(scaled + line, value, mask=mask)
+        else:
+            count = tl.load(starts + row + 1) - tl.load(starts + row)
+            value += gumbel(index, tl.load(lengths + row) + count, ints)
+    tl.store(best + cell, tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0))
+
+
+@triton.jit
+def unsigned(value):
+    """uint32 that compares as the fp32 `value` does."""
+    return ordered(value).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def highest_of(best, first, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr):
+    """The largest value among SPAN ids from `first` on, from their chunks' best keys."""
+    chunk = first // CHUNK + tl.arange(0, SPAN // CHUNK)
+    return value_of(tl.max(tl.load(best + chunk, mask=chunk < CHUNKS, other=NOTHING), axis=0))
+
+
+@triton.jit
+def threshold(
+    scaled, best, goal, maximum, min_p, floor, floor_share, BY_MASS: tl.constexpr,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """(key, left, ties): the largest key so that the ids at or above it reach the goal.
+
+    By count, of all ids. By mass, of exp(value - maximum) where that is at least min_p and the key
+    above `floor`, plus the share `floor_share` of those at `floor`; the goal is then a fraction of
+    the whole. `left` is what those above the key leave of the goal, `ties` the sum of those at it.
+    """
+    key, highest_shift = tl.full((), 0, tl.uint32), tl.full((), 30, tl.uint32)
+    left, ties = goal, goal * 0.0
+    for step in range(16):
+        shift = highest_shift - 2 * step
+        sum0 = tl.zeros((BLOCK,), tl.float64)
+        sum1, sum2, sum3 = sum0, sum0, sum0
+        for first in range(0, VOCAB, BLOCK * UNROLL):
+            if unsigned(highest_of(best, first, CHUNKS, CHUNK, BLOCK * UNROLL)) >= key:
+                for part in tl.static_range(UNROLL):
+                    index = first + part * BLOCK + tl.arange(0, BLOCK)
+                    value = tl.load(scaled + index, mask=index < VOCAB, other=-float("inf"))
+                    found = unsigned(value)
+                    digit = (found ^ key) >> shift  # > 3 where a higher bit differs
+                    if BY_MASS:
+                        mass = tl.exp(value - maximum)
+                        mass = tl.where((mass >= min_p) & (found >= floor), mass, 0.0)
+                        weight = mass.to(tl.float64)
+                        weight = tl.where(found == floor, weight * floor_share, weight)
+                    else:
+                        weight = (index < VOCAB).to(tl.float64)
+                    sum0 += tl.where(digit == 0, weight, 0.0)
+                    sum1 += tl.where(digit == 1, weight, 0.0)
+                    sum2 += tl.where(digit == 2, weight, 0.0)
+                    sum3 += tl.where(digit == 3, weight, 0.0)
+        s0, s1, s2, s3 = tl.sum(sum0, 0), tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
+        if BY_MASS:
+            whole = s0 + s1 + s2 + s3
+            left = tl.where(step == 0, tl.maximum(left * whole, 1e-300), left)
+        in3, in2, in1 = s3 >= left, s3 + s2 >= left, s3 + s2 + s1 >= left
+        found_digit = tl.where(in3, 3, tl.where(in2, 2, tl.where(in1, 1, 0)))
+        above = tl.where(in3, 0.0, tl.where(in2, s3, tl.where(in1, s3 + s2, s3 + s2 + s1)))
+        ties = tl.where(in3, s3, tl.where(in2, s2, tl.where(in1, s1, s0)))
+        left -= above
+        key = key | (found_digit.to(tl.uint32) << shift)
+    return key, left, ties
+
+
+@triton.jit
+def draw(
+    scaled, best, position, ints, floats, maximum, VOCAB: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The token of a row with filters; `scaled` and `best` are the row's."""
+    top_k, top_p, min_p = tl.load(ints + TOP_K), tl.load(floats + TOP_P), tl.load(floats + MIN_P)
+    key, kept, share = tl.full((), 0, tl.uint32), tl.full((), VOCAB, tl.float64), 1.0
+    share = kept * 0.0 + 1.0
+    if top_k > 0:
+        key, kept, ties = threshold(
+            scaled, best, top_k.to(tl.float64), maximum, min_p, key, share, False, VOCAB, CHUNKS,
+            CHUNK, BLOCK, UNROLL,
+        )  # fmt: skip
+        share = tl.minimum(kept / tl.maximum(ties, 1.0), 1.0)
+    if top_p < 1.0:
+        goal = top_p.to(tl.float64)
+        floor = key
+        key, left, ties = threshold(
+            scaled, best, goal, maximum, min_p, floor, share, True, VOCAB, CHUNKS, CHUNK, BLOCK,
+            UNROLL,
+        )  # fmt: skip
+        bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        needed = tl.maximum(tl.ceil(left / tl.exp(value - maximum).to(tl.float64)), 1.0)
+        kept = tl.where(key == floor, tl.minimum(needed, kept), needed)
+    token_key, tied = tl.full((), NOTHING, tl.int64), tl.full((), 0, tl.int32)
+    limit = tl.minimum(kept, 1.0 * VOCAB).to(tl.int32)
+    for first in range(0, VOCAB, BLOCK):
+        if unsigned(highest_of(best, first, CHUNKS, CHUNK, BLOCK)) >= key:
+            index = first + tl.arange(0, BLOCK)
+            value = tl.load(scaled + index, mask=index < VOCAB, other=-float("inf"))
+            found = unsigned(value)
+            tie = (found == key).to(tl.int32)
+            before = tl.cumsum(tie, axis=0) - tie + tied
+            keep = (found > key) | ((tie != 0) & (before < limit))
+            keep = keep & (tl.exp(value - maximum) >= min_p) & (value > -float("inf"))
+            noisy = ranked(value + gumbel(index, position, ints), index)
+            token_key = tl.maximum(token_key, tl.max(tl.where(keep, noisy, NOTHING), axis=0))
+            tied += tl.sum(tie, axis=0)
+    return tl.where(token_key == NOTHING, 0, index_of(token_key))
+
+
+@triton.jit
+def pick_kernel(
+    logits, request_ints, request_floats, slots, starts, lengths, emits, scaled, maxima, sums,
+    best, top_keys, tokens, logprobs, top_tokens, top_logprobs, LINES: tl.constexpr,
+    VOCAB: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """A row's token, its logprob and the top ones."""
+    row = tl.program_id(0)
+    emit = tl.load(emits + row) != 0
+    lane = tl.arange(0, LANES)
+    here = emit & (lane < CHUNKS)
+    maximum = tl.load(maxima + row * CHUNKS + lane, mask=here, other=-float("inf"))
+    total = tl.load(sums + row * CHUNKS + lane, mask=here, other=0.0)
+    keys = tl.load(best + row * CHUNKS + lane, mask=here, other=NOTHING)
+    broken = tl.max((maximum != maximum).to(tl.int32), axis=0) != 0  # noqa: PLR0124
+    highest = tl.max(maximum, axis=0)
+    total = tl.sum(tl.where(here, total * tl.exp(maximum - highest), 0.0), axis=0)
+    normaliser = highest + tl.log(total)
+    nothing = tl.where(emit, float("nan"), 0.0)
+    good = emit & (broken == 0)
+
+    best_key = tl.max(keys, axis=0)
+    token = index_of(best_key)
+    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
+    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    line = row.to(tl.int64) * VOCAB
+    if good & is_filtered(ints, floats):
+        count = tl.load(starts + row + 1) - tl.load(starts + row)
+        token = draw(
+            scaled + line, best + row * CHUNKS, tl.load(lengths + row) + count, ints, floats,
+            value_of(best_key), VOCAB, CHUNKS, CHUNK, BLOCK, UNROLL,
+        )  # fmt: skip
+    token = tl.where(good, token, 0)
+    tl.store(tokens + row, token)
+    chosen = tl.load(logits + line + token, mask=good, other=0.0)
+    tl.store(logprobs + row, tl.where(good, chosen - normaliser, nothing))
+    if TOP > 0:
+        lane = tl.arange(0, TOP_LANES)
+        here = good & (lane < CHUNKS * TOP)
+        keys = tl.load(top_keys + row * CHUNKS * TOP + lane, mask=here, other=NOTHING)
+        for place in range(TOP):
+            key = tl.max(keys, axis=0)
+            keys = tl.where(keys == key, NOTHING, keys)
+            tl.store(top_tokens + row * TOP + place, tl.where(good, index_of(key), 0))
+            logprob = tl.where(good, value_of(key) - normaliser, nothing)
+            tl.store(top_logprobs + row * TOP + place, logprob)
+
+
+def sample(
+    logits: Tensor,
+    token_counts: Tensor,
+    request_state: Tensor,
+    request_ints: Tensor,
+    request_floats: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    emits: Tensor,
+    stop_ids: int,
+    bias_ids: int,
+    top: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens and logprobs of a step; see the package docstring."""
+    rows, vocab = logits.shape
+    chunk = min(CHUNK, triton.next_power_of_2(vocab))
+    chunks = triton.cdiv(vocab, chunk)
+    scaled = torch.empty_like(logits)
+    maxima, sums = logits.new_empty(rows, chunks), logits.new_empty(rows, chunks)
+    best = logits.new_empty(rows, chunks, dtype=torch.int64)
+    top_keys = logits.new_empty(rows, chunks, max(1, top), dtype=torch.int64)
+    tokens, logprobs = slots.new_empty(rows), logits.new_empty(rows)
+    top_tokens, top_logprobs = slots.new_empty(rows, top), logits.new_empty(rows, top)
+    lines, ints = request_ints.shape
+    sizes = {"LINES": lines, "VOCAB": vocab, "INTS": ints, "FLOATS": request_floats.shape[1]}
+    launchable(scan_kernel)[(chunks, rows)](
+        logits, token_counts, request_state, request_ints, request_floats, slots, starts, lengths,
+        emits, scaled, maxima, sums, best, top_keys, **sizes, STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
+        BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), TOP=top, CHUNK=chunk, CHUNKS=chunks,
+        num_warps=4,
+    )  # fmt: skip
+    launchable(pick_kernel)[(rows,)](
+        logits, request_ints, request_floats, slots, starts, lengths, emits, scaled, maxima, sums,
+        best, top_keys, tokens, logprobs, top_tokens, top_logprobs, **sizes, TOP=top, CHUNK=chunk,
+        CHUNKS=chunks, LANES=triton.next_power_of_2(chunks),
+        TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
+        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
+    )  # fmt: skip
+    return tokens, logprobs, top_tokens, top_logprobs
+
+
+def compile_cases() -> list[CompileCase]:
+    """A TP-8 shard of inkling-small's vocabulary, and the whole one."""
+    cases = []
+    for vocab in (25128, 200058):
+        rows, lines = 32, 129
+        i32, f32 = {"dtype": torch.int32}, {"dtype": torch.float32}
+        cases += launches(
+            f"sample-{vocab}", sample, meta(rows, vocab, **f32), meta(lines, vocab, **i32),
+            meta(lines, 4, **i32), meta(lines, 48, **i32), meta(lines, 40, **f32),
+            meta(rows, **i32), meta(rows + 1, **i32), meta(rows, **i32), meta(rows, **i32),
+            8, 32, 20,
+        )  # fmt: skip
+    return cases
