@@ -166,7 +166,8 @@ def _run_items(state: Build) -> dict[str, bytes]:
     """Run every item that has no note yet; returns each item's note."""
     plan, notes = state.plan, {}
     items.allow_workers()
-    notes["kernels"] = _item(state, "kernels", lambda: items.kernels(plan.spec, state.staging))
+    if plan.spec.device == "cpu":
+        notes["kernels"] = _item(state, "kernels", lambda: items.kernels(plan.spec, state.staging))
     with ThreadPoolExecutor(plan.options.jobs) as pool:
         jobs = _independent_jobs(state)
         running = {pool.submit(_item, state, name, job): name for name, job in jobs.items()}
@@ -235,7 +236,7 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
         spec=spec,
         environment=items.build_environment(),
         op_schemas=identity.op_schemas,
-        kernel_library=kernel_library_file(),
+        kernel_library=kernel_library_file() if spec.device == "cpu" else "",
         programs=tuple(programs),
         pools=pool_entries(spec),
         recipe=recipes(spec.shape, spec.dtype, layout, spec.tp, 0),

@@ -42,15 +42,22 @@ class Chunk:
 class Machine:
     """Pools and row inputs of one bucket set, and the eager step over them."""
 
-    def __init__(self, spec: EngineSpec, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, spec: EngineSpec, weights: Mapping[str, Tensor], device: str = "cpu"
+    ) -> None:
         self.spec, self.weights = spec, weights
-        self.pools = {entry.name: allocate(entry) for entry in pool_entries(spec)}
+        self.device = device
+        self.pools = {entry.name: allocate(entry, device) for entry in pool_entries(spec)}
 
     def rows(self, inputs: Inputs, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         """Fresh row inputs that describe `chunks`."""
-        _, rows = allocate_rows(inputs.rows, inputs.row_bytes)
+        buffer, rows = allocate_rows(inputs.rows, inputs.row_bytes)
         fill_rows(self.spec, rows, chunks)
-        return rows
+        if self.device == "cpu":
+            return rows
+        copy, there = allocate_rows(inputs.rows, inputs.row_bytes, self.device)
+        copy.copy_(buffer)
+        return there
 
     def eager(self, bucket: Bucket, rows: Mapping[str, Tensor]) -> Tensor:
         """The reference step: logits [rows, real vocabulary] float32."""

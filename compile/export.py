@@ -72,12 +72,16 @@ def export_step(
     """Export `bucket`; returns the program and its ops in order, attributes included."""
     with FakeTensorMode(), torch.no_grad():
         arguments = tuple(
-            [torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for entry in entries]
+            [_fake(entry, spec.device) for entry in entries]
             for entries in (inputs.weights, inputs.pools, inputs.rows)
         )
         module = StepModule(spec, bucket, inputs)
         program = torch.export.export(module, arguments, strict=False)
     return program, _op_list(program)
+
+
+def _fake(entry: Layout, device: str) -> Tensor:
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
 
 
 def _op_list(program: torch.export.ExportedProgram) -> tuple[str, ...]:

@@ -90,11 +90,12 @@ def kernels(spec: EngineSpec, staging: Path) -> bytes:
 def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> bytes:
     """Compile one bucket in a worker process; returns its `ProgramEntry` as JSON."""
     name, target = program_name(bucket), staging / program_file(bucket)
+    target.parent.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"run-{name}-", dir=work))
     request = Request(
         spec=spec,
         bucket=bucket,
-        kernel_library=str(staging / kernel_library_file()),
+        kernel_library=str(staging / kernel_library_file()) if spec.device == "cpu" else "",
         package=str(scratch / target.name),
         entry=str(scratch / "entry.json"),
     )

@@ -130,7 +130,9 @@ def require_buildable(plan: Plan) -> None:
             expected = "a GPU, or at least a CUDA build of torch"
             remedy = "install one, add --dry-run, or build a CPU engine with --device cpu"
             raise UsageError("--device", found, expected, remedy)
-        raise UsageError("--device", "cuda", "cpu in this version", "build with --device cpu")
+        if not torch.cuda.is_available():
+            remedy = "build where the GPU is, or build a CPU engine with --device cpu"
+            raise UsageError("--device", "cuda without a GPU", "a visible GPU", remedy)
     require_fit(spec, plan.bill)
     for option, value, least in (("--tp", spec.tp, 1), ("--spec-depth", spec.spec_depth, 0)):
         if value != least:

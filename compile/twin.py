@@ -77,15 +77,17 @@ def prove(spec: EngineSpec, bucket: Bucket, inputs: Inputs, run: Run) -> None:
 
     Raises `FailedError` naming the first tensor that differs and by how much.
     """
-    weights = {entry.name: random_weight(entry, seed=1) for entry in inputs.weights}
-    eager, compiled = Machine(spec, weights), Machine(spec, weights)
+    weights = {entry.name: random_weight(entry, 1) for entry in inputs.weights}
+    there = {name: weight.to(spec.device) for name, weight in weights.items()}
+    compiled = Machine(spec, there, spec.device)
+    eager = Machine(spec, weights) if spec.dtype == "float32" else Machine(spec, there, spec.device)
     for number, chunks in enumerate(script(spec, bucket)):
         for name, pool in eager.pools.items():
             compiled.pools[name].copy_(pool)
         expected_rows, rows = eager.rows(inputs, chunks), compiled.rows(inputs, chunks)
         oracle = eager.eager if spec.dtype == "float32" else eager.native
         expected = oracle(bucket, expected_rows)
-        call = [*weights.values(), *compiled.pools.values(), *rows.values()]
+        call = [*there.values(), *compiled.pools.values(), *rows.values()]
         (found,) = run(call)
         where = f"step {number + 1}"
         _compare(f"{where} logits", found, expected, spec.dtype)
@@ -137,6 +139,7 @@ def _share(spec: EngineSpec, bucket: Bucket, rows: int) -> int:
 
 
 def _compare(what: str, found: Tensor, expected: Tensor, dtype: str) -> None:
+    found = found.to(expected.device)
     if not expected.is_floating_point():
         difference = 0.0 if torch.equal(found, expected) else float("inf")
     elif expected.numel() == 0:
@@ -153,10 +156,10 @@ def _compare(what: str, found: Tensor, expected: Tensor, dtype: str) -> None:
 def _compare_choices(where: str, eager: Machine, compiled: Machine, logits: Tensor) -> None:
     """Sampled tokens must agree wherever the reference's own margin is above the tolerance."""
     rows = logits.shape[0]
-    (ints, _), (found, _) = eager.results(rows), compiled.results(rows)
-    best = logits.topk(2).values
+    ints, found = eager.results(rows)[0].cpu(), compiled.results(rows)[0].cpu()
+    best = logits.cpu().topk(2).values
     clear = (best[:, 0] - best[:, 1]) > 4 * TOLERANCE[eager.spec.dtype] * best.abs().max()
-    temperature = eager.pools["request_floats"][ints[:, 0].long(), 0]
+    temperature = eager.pools["request_floats"].cpu()[ints[:, 0].long(), 0]
     for row in range(rows):
         same = torch.equal(found[row, :4], ints[row, :4])
         if clear[row] and temperature[row] == 0 and not same:

@@ -57,9 +57,9 @@ def assemble(
     """Allocate pools and row buffers, bind every program's inputs, and make the runner."""
     timings = timings or Timings()
     with timings.phase("pools"):
-        pool = StatePool(manifest)
+        pool = StatePool(manifest, manifest.spec.device)
         buffers = {
-            program.name: allocate_rows(program.rows, program.row_bytes)
+            program.name: allocate_rows(program.rows, program.row_bytes, manifest.spec.device)
             for program in manifest.programs
         }
     with timings.phase("bind"):
@@ -69,10 +69,11 @@ def assemble(
         }
         runner = make_runner(manifest, inputs)
         rows = {
-            program.name: RowInputs(program, host_view(buffers[program.name][0]))
+            program.name: _row_inputs(program, buffers[program.name][0], manifest.spec.device)
             for program in manifest.programs
         }
-        results = _result_ring(pool)
+        rings = [pool.tensors["results_int"], pool.tensors["results_float"]]
+        results = _result_ring(*getattr(runner, "mirrors", rings))
     return Loaded(manifest, pool, rows, results, runner, tokenizer, timings)
 
 
@@ -97,21 +98,30 @@ def _bind(
     for name in program.inputs:
         assert name in expected, f"{program.name}: unknown input {name}"
         assert name in found, f"{program.name}: input {name} was not given"
-        _check(f"{program.name}: {name}", found[name], expected[name])
+        _check(f"{program.name}: {name}", found[name], expected[name], manifest.spec.device)
     return [found[name] for name in program.inputs]
 
 
-def _check(name: str, tensor: Tensor, layout: Layout) -> None:
+def _check(name: str, tensor: Tensor, layout: Layout, device: str) -> None:
     assert tensor.dtype == DTYPES[layout.dtype], f"{name} is {tensor.dtype}, not {layout.dtype}"
     shape = tuple(tensor.shape)
     assert shape == layout.shape, f"{name} has shape {shape}, not {layout.shape}"
     assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
-    assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
+    assert tensor.device.type == device, f"{name} is on {tensor.device}, not {device}"
     assert not tensor.requires_grad, f"{name} requires a gradient"
     assert tensor.data_ptr() % INPUT_ALIGNMENT == 0, f"{name} is misaligned"
 
 
-def _result_ring(pool: StatePool) -> ResultRing:
-    ints, floats = pool.tensors["results_int"], pool.tensors["results_float"]
+def _row_inputs(program: ProgramEntry, buffer: Tensor, device: str) -> RowInputs:
+    """What the host fills: the program's own buffer, or for CUDA pinned memory that is sent."""
+    if device == "cpu":
+        return RowInputs(program, host_view(buffer))
+    from inkling_engine.runtime.capture import pinned, sender
+
+    host = pinned(buffer)
+    return RowInputs(program, host_view(host), sender(host, buffer))
+
+
+def _result_ring(ints: Tensor, floats: Tensor) -> ResultRing:
     lines, rows, width = ints.shape
     return ResultRing(host_view(ints).cast("i"), host_view(floats).cast("f"), (lines, rows, width))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.encode import encode_params
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.loader import LoadOptions, load
-from inkling_engine.runtime.metadata import encode_params
 from inkling_engine.runtime.requests import (
     Completion,
     Delta,

@@ -48,11 +48,19 @@ class GraphSet:
 def open_programs(folder: Path, manifest: Manifest) -> RunnerFactory:
     """Load the ops and open every program of an engine folder; the result binds them.
 
-    Packages are opened single-threaded: one runner each, called by one thread at a time.
+    Packages are opened single-threaded: one runner each, called by one thread at a time, as graph
+    capture wants it. A CUDA program holds its kernels; a CPU program calls the folder's library.
     """
-    load_ops(folder, manifest)
+    cuda = manifest.spec.device == "cuda"
+    if not cuda:
+        load_ops(folder, manifest)
+    index = torch.cuda.current_device() if cuda else -1
     programs = {
-        program.name: Package(str(folder / program.file), MODEL_NAME, True, 1, -1)
+        program.name: Package(str(folder / program.file), MODEL_NAME, True, 1, index)
         for program in manifest.programs
     }
-    return lambda _, inputs: GraphSet(programs, inputs)
+    if not cuda:
+        return lambda _, inputs: GraphSet(programs, inputs)
+    from inkling_engine.runtime.capture import capture
+
+    return lambda manifest, inputs: capture(manifest, programs, inputs)

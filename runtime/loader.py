@@ -54,13 +54,17 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
             import torch
 
             from inkling_engine.runtime import binding, graphs, weights
-        _require_memory(binding.total_bytes(manifest), options.memory)
+        device = manifest.spec.device
+        if device == "cuda" and not torch.cuda.is_available():
+            remedy = "run it where an NVIDIA GPU and its driver are"
+            raise IncompatibleError("device", "no usable CUDA device", "a GPU", remedy)
+        _require_memory(binding.total_bytes(manifest), options.memory, device)
         torch.set_num_threads(manifest.spec.threads)
         with timings.phase("weights"):
             if options.random_weights is None:
-                values = weights.read_weights(folder / layout.weights_file(0), manifest)
+                values = weights.read_weights(folder / layout.weights_file(0), manifest, device)
             else:
-                values = weights.random_weights(manifest, options.random_weights)
+                values = weights.random_weights(manifest, options.random_weights, device)
         with timings.phase("probe"):
             if child:
                 probe.finish(child, folder)
@@ -87,9 +91,9 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
                 mismatch.found,
                 mismatch.remedy,
             )
-    if manifest.spec.device != "cpu" or manifest.spec.tp != 1:
-        found = f"{manifest.spec.device}, tp {manifest.spec.tp}"
-        raise IncompatibleError("engine target", found, "cpu, tp 1", "build the engine for the CPU")
+    if manifest.spec.tp != 1:
+        found, remedy = f"tp {manifest.spec.tp}", "build the engine with --tp 1"
+        raise IncompatibleError("engine target", found, "tp 1 in this version", remedy)
     with timings.phase("digests"):
         verify_files(folder, manifest)
     if not manifest.weights and options.random_weights is None:
@@ -100,18 +104,27 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
     return manifest
 
 
-def _require_memory(need: int, limit: float | None) -> None:
-    """Raise DoesNotFitError if `need` bytes are more than allowed, or than there are."""
+def _require_memory(need: int, limit: float | None, device: str) -> None:
+    """Raise DoesNotFitError if `need` bytes are more than allowed, or than the device has."""
+    free, whole = _device_memory() if device == "cuda" else (_free_memory(), _machine_memory())
     if limit is None:
-        allowed, what = _free_memory(), "free memory"
+        allowed, what = free, "free memory"
     else:
         fraction = isinstance(limit, float) and limit <= 1
-        allowed = int(limit * _machine_memory()) if fraction else int(limit)
+        allowed = int(limit * whole) if fraction else int(limit)
         what = "--memory"
     if need > allowed:
         found = f"{need:,} bytes for weights, pools and rows"
         remedy = "build with fewer --max-running or a smaller --max-context, or use more memory"
         raise DoesNotFitError("memory", found, f"at most {allowed:,} ({what})", remedy)
+
+
+def _device_memory() -> tuple[int, int]:
+    """Free and all bytes of the current GPU."""
+    import torch
+
+    free, whole = torch.cuda.mem_get_info()
+    return free, whole
 
 
 def _machine_memory() -> int:

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from inkling_engine.artifacts.manifest import ProgramEntry
-from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.kernels import table
 from inkling_engine.runtime.requests import Sequence
-from inkling_engine.runtime.sampling import stop_ids
 from inkling_engine.runtime.scheduler import Plan
 
 
 class RowInputs:
     """The row inputs of one bucket. `fill` makes them say what a plan says."""
 
-    def __init__(self, entry: ProgramEntry, buffer: memoryview) -> None:
-        """Make views into `buffer`, `entry.row_bytes` zeroed bytes that live as long as this."""
+    def __init__(
+        self, entry: ProgramEntry, buffer: memoryview, upload: Callable[[], None] | None = None
+    ) -> None:
+        """Make views into `buffer`, `entry.row_bytes` zeroed bytes that live as long as this.
+
+        `upload` sends the buffer to where the program reads it; none if it reads it here.
+        """
         views: dict[str, memoryview[Any]] = {}
         widths: dict[str, int] = {}
         for row in entry.rows:
@@ -39,9 +42,17 @@ class RowInputs:
         self._pages = views["page_updates"]
         self._ints_width, self._floats_width = widths["admit_ints"], widths["admit_floats"]
         self._last: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._upload, self._one_shot = upload, buffer[entry.row_bytes : entry.row_bytes]
+        if upload:  # the device clears its own copy only
+            first = next(row.offset for row in entry.rows if row.name == "admit_ints")
+            self._one_shot = buffer[first:]
+        self._zeros = bytes(len(self._one_shot))
+        self._sent = False
 
     def fill(self, plan: Plan) -> bool:
         """Write what `plan` changes; return whether anything was written."""
+        if self._sent:
+            self._one_shot[:] = self._zeros
         rows = (plan.slots, plan.counts, plan.flags)
         changed = rows != self._last
         if changed:
@@ -57,7 +68,11 @@ class RowInputs:
         if plan.pages:
             flat = [number for update in plan.pages for number in update]
             self._pages[: len(flat)] = array("i", flat)
-        return bool(changed or plan.tokens or plan.pages)
+        written = bool(changed or plan.tokens or plan.pages)
+        self._sent = bool(self._upload and (plan.tokens or plan.pages))
+        if self._upload and written:
+            self._upload()
+        return written
 
     def _admit(self, line: int, sequence: Sequence) -> None:
         start = line * self._ints_width
@@ -67,32 +82,3 @@ class RowInputs:
         ints[:] = sequence.admit_ints
         start = line * self._floats_width
         self._admit_floats[start : start + self._floats_width] = sequence.admit_floats
-
-
-def encode_params(sequence: Sequence, spec: EngineSpec) -> None:
-    """Write a sequence's lines of `request_ints` and `request_floats` (`kernels.table`)."""
-    params, limits = sequence.params, spec.limits
-    ints = [0] * table.INT_HEADER
-    ints[table.PROMPT_LENGTH] = len(sequence.prompt)
-    ints[table.MAX_TOKENS] = sequence.max_tokens
-    ints[table.MIN_TOKENS] = params.min_tokens
-    ints[table.TOP_K] = max(params.top_k, 0)
-    ints[table.SEED_LOW] = _signed(sequence.seed & 0xFFFFFFFF)
-    ints[table.SEED_HIGH] = _signed(sequence.seed >> 32)
-    floats = [0.0] * table.FLOAT_HEADER
-    floats[table.TEMPERATURE] = 0.0 if params.is_greedy else params.temperature
-    floats[table.TOP_P], floats[table.MIN_P] = params.top_p, params.min_p
-    floats[table.PRESENCE] = params.presence_penalty
-    floats[table.FREQUENCY] = params.frequency_penalty
-    floats[table.REPETITION] = params.repetition_penalty
-    bias: Mapping[int, float] = params.logit_bias or {}
-    stops = stop_ids(params, spec)
-    stops += (table.INERT_TOKEN,) * (limits.stop_ids - len(stops))
-    unused = limits.bias_ids - len(bias)
-    sequence.admit_ints = array("i", (*ints, *stops, *bias, *[0] * unused))
-    sequence.admit_floats = array("f", (*floats, *bias.values(), *[0.0] * unused))
-
-
-def _signed(word: int) -> int:
-    """A 32-bit word as the int32 of the same bits."""
-    return word - (1 << 32) if word >> 31 else word

@@ -47,9 +47,9 @@ def host_view(tensor: Tensor) -> memoryview:
 class StatePool:
     """The pools of one engine by name, in manifest order."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, device: str = "cpu") -> None:
         """Allocate and zero every pool; sizes must agree with the spec's."""
-        self.tensors = {entry.name: allocate(entry) for entry in manifest.pools}
+        self.tensors = {entry.name: allocate(entry, device) for entry in manifest.pools}
         self._check(manifest)
 
     def _check(self, manifest: Manifest) -> None:

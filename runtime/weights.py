@@ -21,14 +21,14 @@ def used_weights(manifest: Manifest) -> list[Recipe]:
     return [recipe for recipe in manifest.recipe if f"weights.{recipe.name}" in inputs]
 
 
-def read_weights(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+def read_weights(path: Path, manifest: Manifest, device: str = "cpu") -> dict[str, Tensor]:
     """Read a rank's weights; CorruptError if a tensor is missing, or of another shape or dtype."""
     weights = {}
     with safe_open(path, framework="pt") as stored:
         names = set(stored.keys())
         for recipe in used_weights(manifest):
             value = stored.get_tensor(recipe.name) if recipe.name in names else None
-            weight = allocate(recipe)
+            weight = allocate(recipe, device)
             if value is None or (value.dtype, value.shape) != (weight.dtype, weight.shape):
                 found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
                 expected = f"{weight.dtype} {recipe.shape}"
@@ -38,6 +38,6 @@ def read_weights(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     return weights
 
 
-def random_weights(manifest: Manifest, seed: int) -> dict[str, Tensor]:
+def random_weights(manifest: Manifest, seed: int, device: str = "cpu") -> dict[str, Tensor]:
     """Weights drawn with `seed`, scaled as in `kernels.state.random_weight`."""
-    return {recipe.name: random_weight(recipe, seed) for recipe in used_weights(manifest)}
+    return {recipe.name: random_weight(recipe, seed, device) for recipe in used_weights(manifest)}

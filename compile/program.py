@@ -1,0 +1,69 @@
+"""One bucket's program: lowered, gated, proved against eager, described for the manifest."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+
+from inkling_engine.artifacts.layout import program_file, program_name
+from inkling_engine.artifacts.manifest import ProgramEntry, TensorEntry
+from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.backends.aoti import compile_program, open_program
+from inkling_engine.compile.export import export_step, program_inputs
+from inkling_engine.compile.twin import is_small, prove, reduced
+from inkling_engine.compile.weights import step_weights
+
+
+def compile_bucket(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
+    """Build one program. Raises FailedError when a gate or the twin fails."""
+    torch.set_num_threads(spec.threads)
+    entry = _lower(spec, bucket, package)
+    if is_small(spec, step_weights(spec)):
+        _prove(spec, bucket, package)
+        return msgspec.structs.replace(entry, proof="equal to eager")
+    twin = reduced(spec)
+    with tempfile.TemporaryDirectory() as scratch:
+        twin_package = Path(scratch) / package.name
+        _lower(twin, bucket, twin_package)
+        _prove(twin, bucket, twin_package)
+    return msgspec.structs.replace(entry, proof="twin of reduced widths equal to eager")
+
+
+def workspace(spec: EngineSpec, bucket: Bucket) -> int:
+    """Most bytes of one temporary in a wrapper: none on the CPU, the widest activation on CUDA."""
+    if spec.device == "cpu":
+        return 0
+    shape = spec.shape
+    experts = (shape.experts_per_token + shape.shared_experts) * max(
+        shape.hidden, 2 * shape.expert_width
+    )
+    kind = max(shape.full, shape.local, key=lambda kind: kind.heads * kind.extent)
+    strips = kind.heads * 2 * (kind.extent + 128)  # relative bias of extend attention
+    widest = max(2 * shape.dense_width, experts, 2 * shape.hidden, strips)
+    return 4 * max(bucket.tokens * widest, 2 * bucket.rows * shape.vocab, 1 << 20)
+
+
+def _prove(spec: EngineSpec, bucket: Bucket, package: Path) -> None:
+    inputs = program_inputs(spec, bucket, step_weights(spec))
+    prove(spec, bucket, inputs, open_program(package, spec.device))
+
+
+def _lower(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
+    inputs = program_inputs(spec, bucket, step_weights(spec))
+    program, ops = export_step(spec, bucket, inputs)
+    compile_program(program, spec, package, workspace(spec, bucket))
+    logits = (bucket.rows, spec.shape.real_vocab)
+    return ProgramEntry(
+        name=program_name(bucket),
+        bucket=bucket,
+        file=program_file(bucket),
+        inputs=inputs.names,
+        rows=inputs.rows,
+        row_bytes=inputs.row_bytes,
+        outputs=(TensorEntry(name="logits", dtype="float32", shape=logits),),
+        ops=ops,
+        proof="",
+    )
