@@ -264,11 +264,11 @@ def test_the_gates_refuse_what_would_copy(
         plant(monkeypatch, FAULTS[fault])
     program, package = export_faulty(), tmp_path / "step.pt2"
     if not fault:
-        aoti.compile_program(program, TWO_LAYERS, package)
+        aoti.compile_program(program, TWO_LAYERS, package, 0)
         assert package.exists()
         return
     with pytest.raises(FailedError, match=f"{GATES[fault]}: found"):
-        aoti.compile_program(program, TWO_LAYERS, package)
+        aoti.compile_program(program, TWO_LAYERS, package, 0)
     assert not package.exists()
 
 

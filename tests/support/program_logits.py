@@ -37,7 +37,9 @@ class Recorder:
         """The runner factory of `Engine.load`."""
         load_ops(self.folder, manifest)
         self.inputs = inputs
-        self.programs = {p.name: open_program(self.folder / p.file) for p in manifest.programs}
+        self.programs = {
+            p.name: open_program(self.folder / p.file, "cpu") for p in manifest.programs
+        }
         return self
 
     def run(self, name: str) -> None:

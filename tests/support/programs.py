@@ -25,7 +25,7 @@ class Programs:
         load_ops(folder, manifest)
         self.model = Model(manifest.spec, read_weights(folder / weights_file(0), manifest))
         self.entries: dict[Bucket, ProgramEntry] = {p.bucket: p for p in manifest.programs}
-        self._runs = {p.bucket: open_program(folder / p.file) for p in manifest.programs}
+        self._runs = {p.bucket: open_program(folder / p.file, "cpu") for p in manifest.programs}
 
     def inputs(
         self, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors

@@ -1,0 +1,55 @@
+"""Every op's Triton launches on the GPU against the reference on the CPU, on all of its cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.launches import launch_cases
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from inkling_engine.kernels._cases import Case
+from inkling_engine.kernels._op import Op
+from inkling_engine.kernels.ops import OPS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in launch_cases(op)
+]
+# Products are summed in another order than the reference's, and exp and log differ by an ulp.
+LOOSER = 8.0
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """The tensors among an op's arguments or results."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Integers equal; floats within the case's tolerance, NaN alike."""
+    found = found.cpu()
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    if not wanted.is_floating_point():
+        assert torch.equal(found, wanted)
+        return
+    found, wanted = found.double(), wanted.double()
+    finite = wanted[wanted.isfinite()].abs()
+    scale = max(1.0, float(finite.max())) if len(finite) else 1.0
+    limit = LOOSER * tolerance * scale
+    torch.testing.assert_close(found, wanted, rtol=0, atol=limit, equal_nan=True)
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_launch_matches_reference(op: Op, case: Case) -> None:
+    theirs = tree_map_only(Tensor, torch.clone, case.arguments)
+    ours = tree_map_only(Tensor, lambda tensor: tensor.cuda(), case.arguments)
+    wanted, found = op.reference(*theirs), op.launch(*ours)
+    for one, other in zip(tensors(found), tensors(wanted), strict=True):
+        assert_close(one, other, case.tolerance)
+    for one, other in zip(tensors(ours), tensors(theirs), strict=True):
+        assert_close(one, other, case.tolerance)

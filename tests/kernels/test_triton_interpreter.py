@@ -1,0 +1,91 @@
+"""Every op's Triton launches in the interpreter, against the reference, on all of the op's cases.
+
+Triton decides when it is imported whether it interprets, so a child process runs some ops. Run this
+file with op names (TRITON_INTERPRET=1) to see the seconds of each case.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.test_ops import assert_close, clone, raw, tensors
+from support.launches import ROUNDED_INSIDE, assert_near, launch_cases
+from torch import Tensor
+
+from inkling_engine.kernels import _triton
+from inkling_engine.kernels._cases import Case
+from inkling_engine.kernels._op import Op
+from inkling_engine.kernels.ops import OPS
+
+pytest.importorskip("triton", reason="needs Triton")
+
+GROUPS = (
+    ("experts", "router", "swiglu", "rmsnorm", "embed_norm"),
+    ("sample", "commit", "step_metadata", "linear", "head"),
+    ("attention_decode", "attention_extend"),
+    ("attention_prologue", "boundary"),
+)
+
+
+def test_the_groups_hold_every_op_once() -> None:
+    assert sorted(name for group in GROUPS for name in group) == sorted(op.name for op in OPS)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
+def test_launches_match_the_references(group: tuple[str, ...]) -> None:
+    """The child's last line counts what it compared, so that it cannot pass by running nothing."""
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(tests)])
+    command = [sys.executable, __file__, *group]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    cases = sum(len(launch_cases(op)) for op in OPS if op.name in group)
+    assert done.stdout.splitlines()[-1] == f"{cases} cases"
+
+
+def compare(op: Op, case: Case) -> None:
+    """Results equal, written arguments equal, and nothing else written."""
+    theirs, ours = clone(case.arguments), clone(case.arguments)
+    wanted, found = op.reference(*theirs), op.launch(*ours)
+    for one, other in zip(tensors(found), tensors(wanted), strict=True):
+        if op.name in ROUNDED_INSIDE and other.dtype == torch.bfloat16:
+            assert_near(one, other)
+        else:
+            assert_close(one, other, case.tolerance)
+    for before, reference, launched in zip(case.arguments, theirs, ours, strict=True):
+        if isinstance(before, Tensor):
+            compare_argument(before, reference, launched, case.tolerance)
+
+
+def compare_argument(before: Tensor, reference: Tensor, found: Tensor, tolerance: float) -> None:
+    """What the reference leaves alone keeps its bytes; what it writes is close."""
+    kept = (raw(reference) == raw(before)).all(-1)
+    assert torch.equal(raw(found)[kept], raw(before)[kept]), "bytes outside the mutation changed"
+    assert_close(found[~kept], reference[~kept], tolerance)
+
+
+def main(names: list[str]) -> None:
+    """Compare the named ops on all of their cases."""
+    assert _triton.INTERPRETED
+    from support.interpreter import repair_interpreter
+
+    repair_interpreter()
+    compared = 0
+    for op in [op for op in OPS if op.name in names]:
+        for case in launch_cases(op):
+            start = time.perf_counter()
+            compare(op, case)
+            print(f"{op.name} {case.name} {time.perf_counter() - start:.2f} s", flush=True)
+            compared += 1
+    print(compared, "cases")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
