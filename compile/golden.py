@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from inkling_engine.artifacts.golden import Golden, GoldenCase
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, StepKind
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
@@ -25,21 +26,6 @@ TEXTS = (
     "def main",
     "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n" * 2,
 )
-
-
-class GoldenCase(msgspec.Struct, frozen=True):
-    """Prompt ids, the greedy tokens that follow, and the log-probability of each."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-
-
-class Golden(msgspec.Struct, frozen=True):
-    """All cases of an engine, and the absolute tolerance of their log-probabilities."""
-
-    cases: list[GoldenCase]
-    tolerance: float
 
 
 def record(spec: EngineSpec, weights: Path | None, tokenizer: Path | None) -> bytes:

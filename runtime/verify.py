@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from inkling_engine.artifacts.compat import Environment, require
+from inkling_engine.artifacts.golden import Golden, GoldenCase
 from inkling_engine.artifacts.layout import GOLDEN_FILE
 from inkling_engine.artifacts.store import open_manifest, verify_files
 from inkling_engine.runtime.errors import CorruptError, FailedError
@@ -22,21 +23,6 @@ from inkling_engine.runtime.sampling import SamplingParams
 _DRAWN_PROMPTS = 4
 _DRAWN_TOKENS = 8
 _REMEDY = "build the engine again; if it fails again, report the engine id and this message"
-
-
-class GoldenCase(msgspec.Struct, frozen=True):
-    """A prompt, the greedy tokens that follow, and the log-probability of each."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-
-
-class Golden(msgspec.Struct, frozen=True):
-    """All cases, and the absolute tolerance of their log-probabilities."""
-
-    cases: list[GoldenCase]
-    tolerance: float
 
 
 def verify_engine(

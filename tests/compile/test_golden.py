@@ -13,13 +13,14 @@ from support.checkpoints import tiny_config
 from support.oracle import TINY
 from torch import Tensor
 
+from inkling_engine.artifacts.golden import Golden
 from inkling_engine.artifacts.layout import GOLDEN_FILE, weights_file
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
 from inkling_engine.artifacts.store import open_manifest
 from inkling_engine.compile import golden
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
-from inkling_engine.compile.golden import MARGIN, NEW_TOKENS, Golden, record
+from inkling_engine.compile.golden import MARGIN, NEW_TOKENS, record
 from inkling_engine.compile.models.inkling.shape import from_config
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.compile.weights import step_weights
