@@ -55,11 +55,13 @@ def cache_folder() -> Path:
 
 
 def source_digest() -> str:
-    """SHA-256 over this room's sources: the step's code is part of an engine's identity."""
-    room, state = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(room.rglob("*.py")):
-        state.update(path.relative_to(room).as_posix().encode() + path.read_bytes())
-    return state.hexdigest()
+    """SHA-256 over the sources of this room and of the kernels: the step's code, references and
+    Triton launches are part of an engine's identity."""
+    digest = hashlib.sha256()
+    for room in (Path(__file__).parent, Path(native.__file__).parents[1]):
+        for path in sorted(room.rglob("*.py")):
+            digest.update(path.relative_to(room.parent).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def source_name(plan: Plan, identity: Identity) -> str:

@@ -102,6 +102,9 @@ def capture(
     manifest: Manifest, programs: Mapping[str, Package], inputs: Mapping[str, list[Tensor]]
 ) -> CapturedGraphs:
     """Capture all programs; the result pools are found among their inputs."""
+    # Products that a program leaves to the library follow these flags of the process.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     first = manifest.programs[0]
     named = dict(zip(first.inputs, inputs[first.name], strict=True))
     rings = [named["pools.results_int"], named["pools.results_float"]]
