@@ -92,7 +92,7 @@ def kernels(spec: EngineSpec, staging: Path) -> bytes:
 def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> bytes:
     """Compile one bucket in a worker process; returns its `ProgramEntry` as JSON."""
     name, target = program_name(bucket), staging / program_file(bucket)
-    target.parent.mkdir(exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"run-{name}-", dir=work))
     request = Request(
         spec=spec,
