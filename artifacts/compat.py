@@ -107,6 +107,11 @@ def required_level(manifest: Manifest) -> int:
     return int(match[1]) if match else 0
 
 
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def check(manifest: Manifest, environment: Environment) -> list[Mismatch]:
     """Every mismatch between a sealed engine and `environment`, the fatal ones first."""
     built, need = manifest.environment, required_level(manifest)

@@ -6,10 +6,9 @@ pool layout. All values are bytes.
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
+from inkling_engine.artifacts.compat import machine_memory
 from inkling_engine.artifacts.errors import DoesNotFitError
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.compile.models.inkling.sizes import weight_bill
@@ -52,7 +51,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
     """The bill of one rank of `spec`; `device_memory` defaults to the architecture's,
     for a CPU to this machine's."""
-    memory = device_memory or DEVICE_MEMORY.get(spec.arch) or _machine_memory()
+    memory = device_memory or DEVICE_MEMORY.get(spec.arch) or machine_memory()
     weights = weight_bill(spec.shape, spec.dtype, spec.tp)
     weight_bytes = weights.total
     pools = sum(entry_bytes(entry) for entry in pool_entries(spec))
@@ -117,10 +116,6 @@ def require_fit(spec: EngineSpec, bill: Bill) -> None:
             f"at least {bill.total} bytes for one request of {spec.max_context} tokens",
             "lower --max-context or --max-running, or raise --tp",
         )
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kv_per_token(spec: EngineSpec, *, local: bool) -> int:

@@ -8,13 +8,12 @@ has come back. Torch is imported on the way, as a phase of its own.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inkling_engine.artifacts import layout
-from inkling_engine.artifacts.compat import Environment, require
+from inkling_engine.artifacts.compat import Environment, machine_memory, require
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import open_manifest, verify_files
 from inkling_engine.runtime import probe
@@ -106,7 +105,7 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
 
 def _require_memory(need: int, limit: float | None, device: str) -> None:
     """Raise DoesNotFitError if `need` bytes are more than allowed, or than the device has."""
-    free, whole = _device_memory() if device == "cuda" else (_free_memory(), _machine_memory())
+    free, whole = _device_memory() if device == "cuda" else (_free_memory(), machine_memory())
     if limit is None:
         allowed, what = free, "free memory"
     else:
@@ -127,14 +126,10 @@ def _device_memory() -> tuple[int, int]:
     return free, whole
 
 
-def _machine_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _free_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes that can be had without swapping; the whole machine's where that is not told."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return _machine_memory()
+    return machine_memory()

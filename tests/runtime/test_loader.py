@@ -13,7 +13,7 @@ import torch
 from support.fake_spec import build_manifest, build_spec
 from support.fake_step import FakeStep, run_oracle, seal_engine
 
-from inkling_engine.artifacts import layout
+from inkling_engine.artifacts import compat, layout
 from inkling_engine.artifacts.digest import digest
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import add_files, open_manifest, stage
@@ -133,7 +133,7 @@ def test_free_memory_is_asked_for(
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
     assert loader._free_memory(meminfo) == 7 * 1024
-    assert loader._free_memory(tmp_path / "none") == loader._machine_memory()
+    assert loader._free_memory(tmp_path / "none") == compat.machine_memory()
     monkeypatch.setattr(loader, "_free_memory", lambda: 1)
     assert "free memory" in _refused(folder, DoesNotFitError)
 
