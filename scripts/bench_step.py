@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Whole steps of one rank of inkling-small, replayed from a CUDA graph, beside their floors.
+
+The floor of a step is the larger of bytes over the copy bandwidth and operations over the bf16
+product rate, both measured in the same run. `--ops` captures the ops called one by one instead of
+a compiled program: the same kernels, without the compile time. Medians of single replays between
+events. Prints a table, the most expensive kernels of each step, and JSON on request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.kernels import _op
+
+_op.target_cuda()  # before any op module is imported
+
+from rank_step import (
+    SPARE,
+    RankStep,
+    rank_spec,
+    rank_weights,
+    step_floor,
+)
+
+from inkling_engine.compile.backends.aoti import compile_program, open_program
+from inkling_engine.compile.export import export_step
+from inkling_engine.compile.program import workspace
+
+TOP = 10
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step: microseconds, floors in microseconds, and what its replay launches."""
+
+    kind: str
+    rows: int
+    tokens: int
+    context: int
+    experts_hit: float
+    time: float
+    spread: float
+    byte_floor: float
+    arithmetic_floor: float
+    nodes: int
+    top: list[tuple[str, int, float]]
+
+    @property
+    def ratio(self) -> float:
+        """Time over the floor."""
+        return self.time / max(self.byte_floor, self.arithmetic_floor)
+
+
+def main() -> int:
+    """Measure what is asked for; 0."""
+    options = parse()
+    ceilings = measure_ceilings()
+    print(about(), flush=True)
+    print(f"copy {ceilings[0] / 1e12:.2f} TB/s, bf16 product {ceilings[1] / 1e12:.0f} TFLOP/s")
+    rows, contexts, chunks = options.batch, options.context, options.extend
+    spec = rank_spec(
+        options.model,
+        options.tp,
+        max(rows, default=1),
+        max(contexts, default=0),
+        max(chunks, default=512),
+        options.layers,
+    )
+    machine = RankStep(spec, rank_weights(spec, options.stream))
+    taken = torch.cuda.memory_allocated() / 1e9
+    print(f"{spec.shape.layers} layers, {options.stream} experts, {taken:.1f} GB", flush=True)
+    buckets = [(Bucket(kind="decode", rows=n, tokens=n), contexts) for n in rows]
+    buckets += [(Bucket(kind="extend", rows=1, tokens=n), [0]) for n in chunks]
+    measured = []
+    for bucket, lengths in buckets:
+        inputs = machine.rows(bucket)
+        machine.reset(bucket.rows, lengths[0])
+        run = make_run(options, machine, bucket, inputs)
+        graph = captured(run)
+        for length in lengths:
+            result = measure(options, machine, bucket, inputs, graph, length, ceilings)
+            measured.append(result)
+            show(result)
+        del graph, run
+    if options.json:
+        report = [asdict(m) | {"ratio": m.ratio} for m in measured]
+        whole = {"about": about(), "ceilings": ceilings, "stream": options.stream, "steps": report}
+        options.json.write_text(json.dumps(whole, indent=1))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="inkling-small", help="a preset")
+    parser.add_argument("--tp", type=int, default=8, help="ranks; one of them is measured")
+    parser.add_argument("--layers", type=int, help="keep only the first layers")
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--context", type=numbers, default=[1024, 8192, 65536])
+    parser.add_argument("--extend", type=numbers, default=[512, 2048, 4096])
+    parser.add_argument("--stream", choices=("uniform", "skewed"), default="uniform")
+    parser.add_argument("--ops", action="store_true", help="capture ops, compile nothing")
+    parser.add_argument("--replays", type=int, default=60)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    return parser.parse_args()
+
+
+def numbers(text: str) -> list[int]:
+    """Parse `1,8,32`; empty for none."""
+    return [int(part) for part in text.split(",") if part]
+
+
+def about() -> dict[str, str]:
+    """Device and versions."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": " ".join(sys.argv),
+    }
+
+
+def measure_ceilings() -> tuple[float, float]:
+    """(bytes a second of a large copy, reads and writes counted; bf16 operations a second)."""
+    source, target = torch.empty(2, 1 << 31, dtype=torch.uint8, device="cuda").random_()
+    copied = event_median(lambda: target.copy_(source), 20)
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
+    multiplied = event_median(lambda: torch.mm(a, b), 20)
+    return 2 * (1 << 31) / copied * 1e6, 2 * 8192**3 / multiplied * 1e6
+
+
+def event_times(run: Callable[[], object], count: int, before: Callable[[], object]) -> list[float]:
+    """Microseconds of `count` calls between events, after two that are not counted."""
+    times = []
+    for _ in range(count + 2):
+        before()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return times[2:]
+
+
+def event_median(run: Callable[[], object], count: int) -> float:
+    """Median of `event_times`."""
+    return median(event_times(run, count, lambda: None))
+
+
+def make_run(
+    options: argparse.Namespace, machine: RankStep, bucket: Bucket, rows: dict[str, Tensor]
+) -> Callable[[], object]:
+    """What runs the step: the ops, or a program compiled from them."""
+    if options.ops:
+        return machine.eager(bucket, rows)
+    program, _ = export_step(machine.spec, bucket, machine.inputs(bucket))
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / "step.pt2"
+        compile_program(program, machine.spec, package, workspace(machine.spec, bucket))
+        loaded = open_program(package, "cuda")
+    arguments = machine.arguments(bucket, rows)
+    return lambda: loaded(arguments)
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `run`, captured on the stream on which it was warmed up."""
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    torch.cuda.synchronize()
+    return graph
+
+
+def measure(
+    options: argparse.Namespace,
+    machine: RankStep,
+    bucket: Bucket,
+    rows: dict[str, Tensor],
+    graph: torch.cuda.CUDAGraph,
+    context: int,
+    ceilings: tuple[float, float],
+) -> Measured:
+    """Time replays of `graph` with `context` tokens behind every row."""
+    decode = bucket.kind == "decode"
+    assert not decode or options.replays + 16 < SPARE, "replays overrun the pages"
+    machine.reset(bucket.rows, context)
+    with torch.no_grad():
+        hit = machine.experts_hit(bucket, rows)
+    machine.reset(bucket.rows, context)
+
+    def before() -> None:
+        if not decode:
+            machine.reset(bucket.rows, context)
+
+    times = event_times(graph.replay, options.replays, before)
+    before()
+    launched = kernels(graph)
+    read, work = step_floor(machine.spec.shape, bucket, context, hit)
+    ordered = sorted(times)
+    check_finished(machine, bucket)
+    return Measured(
+        kind=bucket.kind,
+        rows=bucket.rows,
+        tokens=bucket.tokens,
+        context=context,
+        experts_hit=hit,
+        time=median(times),
+        spread=ordered[int(len(ordered) * 0.9)] - ordered[int(len(ordered) * 0.1)],
+        byte_floor=read / ceilings[0] * 1e6,
+        arithmetic_floor=work / ceilings[1] * 1e6,
+        nodes=sum(count for _, count, _ in launched),
+        top=launched[:TOP],
+    )
+
+
+def check_finished(machine: RankStep, bucket: Bucket) -> None:
+    """Assert that every row was still live: a finished row would have done no work."""
+    finished = machine.pools["request_state"][1 : bucket.rows + 1, 3].tolist()
+    assert not any(finished), f"rows finished while measured: {finished}"
+
+
+def kernels(graph: torch.cuda.CUDAGraph) -> list[tuple[str, int, float]]:
+    """(name, count, microseconds) of what one replay launches, the most expensive first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    counts: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for event in profile.events():
+        if str(event.device_type) == "DeviceType.CUDA":
+            counts[event.name] += 1
+            times[event.name] += event.device_time
+    return [(name, counts[name], round(time, 1)) for name, time in times.most_common()]
+
+
+def show(m: Measured) -> None:
+    """Print one step."""
+    floor = max(m.byte_floor, m.arithmetic_floor)
+    kind = "arithmetic" if m.arithmetic_floor > m.byte_floor else "bytes"
+    print(
+        f"\n{m.kind} rows {m.rows} tokens {m.tokens} context {m.context}: {m.time:.0f} us"
+        f" (spread {m.spread:.0f}), floor {floor:.0f} us ({kind}), ratio {m.ratio:.2f},"
+        f" {m.nodes} nodes, {m.experts_hit:.1f} experts hit"
+    )
+    total = math.fsum(time for _, _, time in m.top)
+    for name, count, time in m.top:
+        print(f"  {time:9.1f} us {count:4d} x {time / count:7.1f}  {name[:90]}")
+    print(f"  {total:9.1f} us in these", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
