@@ -22,6 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -62,11 +63,17 @@ def launches(name: str, op: Callable[..., Any], *arguments: Any) -> list[Compile
     """What `op` launches for `arguments` (meta tensors), named `name`-kernel."""
     global _recorded, _arguments
     _recorded, _arguments = [], [id(argument) for argument in arguments]
+    named: list[CompileCase] = []
     try:
         op(*arguments)
-        return [
-            replace(case, name=f"{name}-{case.name.removesuffix('_kernel')}") for case in _recorded
-        ]
+        seen: list[str] = []
+        for case in _recorded:
+            again = seen.count(case.name)
+            seen.append(case.name)
+            suffix = f"-{again + 1}" if again else ""
+            full = f"{name}-{case.name.removesuffix('_kernel')}{suffix}"
+            named.append(replace(case, name=full))
+        return named
     finally:
         _recorded = None
 

@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of the experts, with assignments from the router's reference."""
+"""Shapes, inputs and tolerances of the experts, with choices from the router's reference."""
 
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ _SIZES = [
     _Size(_TINY, 96, 0, 4),
     _Size(_ODD, 21, 30, 32),
     _Size(Gate(64, 40, 2, 3), 24, 2, 2),  # most experts are idle
+    _Size(Gate(64, 40, 2, 3), 24, 61, 70),  # fewer experts than assignments
+    _Size(Gate(40, 5, 2, 2), 24, 130, 140),  # more tokens than a GPU's programs look through
 ]
 
 
@@ -41,11 +43,11 @@ def _case(size: _Size, dtype: torch.dtype, tolerance: float) -> Case:
     y = normal(size.tokens, gate.hidden, dtype=dtype)
     y[size.live :] = torch.nan
     starts = torch.tensor([0, size.live], dtype=torch.int32)
-    _, weights, order, offsets = router(
+    chosen, weights, places = router(
         y, *gate_weights(gate, dtype), starts, gate.top_k, gate.shared, ROUTE_SCALE
     )
     experts = gate.routed + gate.shared
     w13 = normal(experts, 2 * width, gate.hidden, dtype=dtype, scale=gate.hidden**-0.5)
     w2 = normal(experts, gate.hidden, width, dtype=dtype, scale=width**-0.5)
     name = f"{size.tokens}x{size.live}-{experts}x{width}-{str(dtype).removeprefix('torch.')}"
-    return Case(name, (y, w13, w2, weights, order, offsets), tolerance)
+    return Case(name, (y, w13, w2, chosen, weights, places, starts), tolerance)

@@ -32,13 +32,25 @@ inline void combine(const float* down, const float* weights, const int32_t* plac
   for (int64_t c = 0; c < hidden; c++) store(y + c, sum[c]);
 }
 
+// Assignments [0, count) grouped by expert, ascending within one; offsets [experts + 1].
+inline void group(const int32_t* expert_of, int64_t count, int64_t experts, int32_t* order, int32_t* offsets) {
+  std::fill_n(offsets, experts + 1, 0);
+  for (int64_t a = 0; a < count; a++)
+    STD_TORCH_CHECK(0 <= expert_of[a] && expert_of[a] < experts, "expert ", expert_of[a], " of ", experts);
+  for (int64_t a = 0; a < count; a++) offsets[expert_of[a] + 1]++;
+  for (int64_t e = 0; e < experts; e++) offsets[e + 1] += offsets[e];
+  std::vector<int32_t> next(offsets, offsets + experts);
+  for (int64_t a = 0; a < count; a++) order[next[expert_of[a]]++] = a;
+}
+
 }  // namespace moe
 
-inline Tensor experts(const Tensor& y, const Tensor& w13, const Tensor& w2, const Tensor& weights, const Tensor& order,
-                      const Tensor& offsets) {
+inline Tensor experts(const Tensor& y, const Tensor& w13, const Tensor& w2, const Tensor& chosen, const Tensor& weights,
+                      const Tensor&, const Tensor& starts) {
   int64_t tokens = y.size(0), hidden = y.size(1), count = w2.size(0), width = w2.size(2), slots = weights.size(1);
-  const int32_t *assignments = data<int32_t>(order), *bounds = data<int32_t>(offsets);
-  int64_t assigned = bounds[count], most = 0;
+  int64_t assigned = data<int32_t>(starts)[starts.size(0) - 1] * slots, most = 0;
+  std::vector<int32_t> assignments(assigned), bounds(count + 1);
+  moe::group(data<int32_t>(chosen), assigned, count, assignments.data(), bounds.data());
   for (int64_t e = 0; e < count; e++) most = std::max<int64_t>(most, bounds[e + 1] - bounds[e]);
   Tensor out = make(y.scalar_type(), {tokens, hidden});
   gemm::RowBuffer rows(most, hidden), activation(most, width);

@@ -6,19 +6,22 @@ from torch.nn.functional import silu
 
 
 def experts(
-    y: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+    y: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    starts: Tensor,
 ) -> Tensor:
     """Run each expert over its tokens and mix; see the package docstring."""
-    tokens, slots = weights.shape
-    down = torch.zeros(tokens * slots, y.shape[1])
-    for expert, (begin, end) in enumerate(
-        zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    ):
-        assignments = order[begin:end].long()
-        gate, up = (y[assignments // slots].float() @ w13[expert].float().T).chunk(2, dim=-1)
+    live = int(starts[-1])
+    rows = torch.zeros(*chosen.shape, y.shape[1])
+    for expert in chosen[:live].unique().tolist():
+        tokens, slots = (chosen[:live] == expert).nonzero(as_tuple=True)
+        gate, up = (y[tokens].float() @ w13[expert].float().T).chunk(2, dim=-1)
         activation = (silu(gate) * up).to(y.dtype)
-        down[assignments] = activation.float() @ w2[expert].float().T
-    live = int(offsets[-1]) // slots
-    mixed = (down.view(tokens, slots, -1) * weights[..., None]).sum(1)
+        rows[tokens, slots] = activation.float() @ w2[expert].float().T
+    mixed = (rows * weights[..., None]).sum(1)
     mixed[live:] = 0
     return mixed.to(y.dtype)

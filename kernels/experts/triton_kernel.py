@@ -1,12 +1,14 @@
-"""The mixture of experts as two or three launches over assignments grouped by expert.
+"""The mixture of experts as products grouped by expert.
 
-1. `gate_up`: a program owns a tile of one expert's assignments and some of its gate and up rows,
+1. `gate_up`: a program owns a tile of one expert's tokens and some of its gate and up rows,
    interleaved so that a pair lands in one thread, and writes the gated activation.
 2. Few tokens: `down_few`, a program owns a token and a piece of the hidden row and sums over the
-   token's assignments. More: `down`, grouped again, writes fp32 rows an assignment, and
+   token's experts. More: `down`, grouped again, writes a row for each expert of each token, and
 3. `mix` sums them a token. Nothing is accumulated by atomics: results are deterministic.
 
-The grid covers the most tiles that the shapes allow; a program beyond the tiles in use ends.
+Which tokens chose an expert: up to DIRECT of them, a program looks for itself through all choices;
+beyond, `group` lists them once. A shared expert has every live token, so it needs no list.
+An assignment is one expert of one token, numbered token * SLOTS + slot.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -20,56 +22,54 @@ from torch import Tensor
 from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
 from inkling_engine.kernels.swiglu.triton_kernel import silu
 
-FEW = 8  # tokens up to which a program sums over a token's assignments itself
+FEW = 8  # tokens up to which a program sums over a token's experts itself
 FEW_BYTES = 16384  # of weight that a program of `down_few` holds
+DIRECT = 32  # tokens up to which that costs less than a launch
 MIX_BLOCK = 1024
+SCAN_BLOCK = 4096  # choices that a program of `group` looks at at once
 
 
 @triton.jit
-def tile_of_expert(
-    offsets, tile, ASSIGNMENTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """(expert, first, end) of a tile: rows of `order`; expert >= EXPERTS if there is no such tile.
+def tile_of_expert(count, lane, place, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first row) of tile `place`, expert >= number of experts if there is no such tile.
 
     Tiles are numbered expert by expert, ceil(count / BLOCK_M) of each.
     """
-    lane = tl.arange(0, LANES)
-    begin = tl.load(offsets + lane, mask=lane < EXPERTS, other=0)
-    end = tl.load(offsets + lane + 1, mask=lane < EXPERTS, other=0)
-    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
-    passed = tl.cumsum(tiles, axis=0) <= tile
+    tiles = (count + BLOCK_M - 1) // BLOCK_M
+    passed = tl.cumsum(tiles, axis=0) <= place
     counted = tl.sum(tl.where(passed, tiles * 2 * LANES + 1, 0), axis=0)  # both sums in one
-    expert = counted % (2 * LANES)
-    own = tl.minimum(expert, EXPERTS - 1)
-    first = tl.load(offsets + own) + (tile - counted // (2 * LANES)) * BLOCK_M
-    end = tl.load(offsets + own + 1)
-    return expert, tl.maximum(first, 0), tl.minimum(end, ASSIGNMENTS)
+    return counted % (2 * LANES), (place - counted // (2 * LANES)) * BLOCK_M
 
 
 @triton.jit
-def gate_up_kernel(
-    y, w13, order, offsets, act, chosen, ASSIGNMENTS: tl.constexpr, SLOTS: tl.constexpr,
-    EXPERTS: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+def group_kernel(
+    places, starts, lists, counts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """act [ASSIGNMENTS, WIDTH] = silu(gate) * up, chosen [ASSIGNMENTS] = the expert."""
-    piece, tile = tl.program_id(0), tl.program_id(1)
-    expert, first, end = tile_of_expert(offsets, tile, ASSIGNMENTS, EXPERTS, LANES, BLOCK_M)
-    if expert >= EXPERTS:
-        return
-    row = first + tl.arange(0, BLOCK_M)
-    live = row < end
-    assignment = tl.load(order + row, mask=live, other=0)
-    assignment = tl.minimum(tl.maximum(assignment, 0), ASSIGNMENTS - 1)
-    column = tl.arange(0, 2 * BLOCK_I)
+    """lists [ROUTED, TOKENS]: the assignments of an expert, ascending; counts of them."""
+    expert = tl.program_id(0)
+    live_tokens = tl.minimum(tl.load(starts + ROWS), TOKENS)
+    count = 0
+    for first in range(0, TOKENS, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        place = tl.load(places + token * ROUTED + expert, mask=token < live_tokens, other=0)
+        match = (place > 0).to(tl.int32)
+        to = lists + expert.to(tl.int64) * TOKENS + count + tl.cumsum(match, axis=0) - 1
+        tl.store(to, token * SLOTS + tl.minimum(place, SLOTS) - 1, mask=place > 0)
+        count += tl.sum(match, axis=0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def gated(
+    y, w13, expert, assignment, live, piece, SLOTS: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up, [BLOCK_M, BLOCK_I] f32."""
+    column, k = tl.arange(0, 2 * BLOCK_I), tl.arange(0, BLOCK_K)
     pair = piece * BLOCK_I + column // 2
-    k = tl.arange(0, BLOCK_K)
     weight_row = (expert * 2 + column % 2).to(tl.int64) * WIDTH + pair
-    token = assignment // SLOTS
-    if ASSIGNMENTS == SLOTS:  # one token: its row need not wait for the order
-        token = tl.zeros_like(assignment)
-    x_tile = y + token.to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    x_tile = y + (assignment // SLOTS).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     w_tile = w13 + weight_row[None, :] * HIDDEN + k[:, None]
     total = tl.zeros((BLOCK_M, 2 * BLOCK_I), tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
@@ -81,27 +81,154 @@ def gate_up_kernel(
         x = tl.load(x_tile + start, mask=live[:, None] & deep[None, :], other=0.0)
         total = tl.dot(x, w, total, input_precision="ieee")
     gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_I, 2)))
-    pair = piece * BLOCK_I + tl.arange(0, BLOCK_I)
-    line = act + assignment.to(tl.int64)[:, None] * WIDTH + pair[None, :]
-    tl.store(line, silu(gate) * up, mask=live[:, None] & (pair < WIDTH)[None, :])
-    if piece == 0:
-        tl.store(chosen + assignment, tl.zeros_like(assignment) + expert, mask=live)
+    return silu(gate) * up
+
+
+@triton.jit
+def reduced(
+    act, w2, expert, assignment, live, h, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Columns `h` of act @ w2^T, [BLOCK_M, BLOCK_H] f32."""
+    k = tl.arange(0, BLOCK_K)
+    x_tile = act + assignment.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    w_tile = w2 + (expert.to(tl.int64) * HIDDEN + h[None, :]) * WIDTH + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        deep = k < WIDTH - start
+        w = tl.load(
+            w_tile + start, mask=(h < HIDDEN)[None, :] & deep[:, None], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        x = tl.load(x_tile + start, mask=live[:, None] & deep[None, :], other=0.0)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def direct_kernel(
+    x, weight, chosen, places, starts, out, GATE_UP: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr, LEADERS: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`gate_up` (x = y, out = act) or `down` (x = act, out = rows) for up to DIRECT tokens.
+
+    COUNT programs are for the routed experts or, where there are fewer (LEADERS), the routed
+    assignments, of which the first of an expert does its work; then tiles of the shared experts.
+    """
+    piece, number = tl.program_id(0), tl.program_id(1)
+    TOP: tl.constexpr = SLOTS - SHARED
+    ROUTED: tl.constexpr = EXPERTS - SHARED
+    token, m = tl.arange(0, LANES), tl.arange(0, BLOCK_M)
+    live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
+    routed, leader, expert = number < COUNT, number // TOP, number
+    if LEADERS:
+        expert = tl.load(chosen + leader * SLOTS + number % TOP, mask=routed, other=0)
+        expert = tl.minimum(tl.maximum(expert, 0), ROUTED - 1)
+    mask = routed & (token < live_tokens)
+    if TOKENS == 1:
+        place = tl.where(mask, number % TOP + 1, 0)
+    else:
+        place = tl.load(places + token * ROUTED + expert, mask=mask, other=0).to(tl.int32)
+    match = (place > 0).to(tl.int32)
+    rank, count = tl.cumsum(match, axis=0) - 1, tl.sum(match, axis=0)
+    if LEADERS:
+        count = tl.where(tl.min(tl.where(match > 0, token, LANES), axis=0) == leader, count, 0)
+    tile, which = (number - COUNT) // SHARED, (number - COUNT) % SHARED
+    begin, tiles = 0, tl.cdiv(count, BLOCK_M)
+    if number >= COUNT:
+        begin, count, expert = tile * BLOCK_M, live_tokens, ROUTED + which
+        tiles = tl.where(begin < live_tokens, 1, 0)
+    index = token * SLOTS + tl.minimum(place, SLOTS) - 1
+    SIZE: tl.constexpr = WIDTH if GATE_UP else HIDDEN
+    n = piece * BLOCK_N + tl.arange(0, BLOCK_N)
+    for step in range(tiles):
+        row = begin + step * BLOCK_M + m
+        own = (match > 0)[None, :] & (rank[None, :] == row[:, None])
+        member = tl.sum(tl.where(own, index[None, :], 0), axis=1)
+        assignment = tl.where(routed, member, row * SLOTS + TOP + which)
+        live = row < count
+        if GATE_UP:
+            value = gated(
+                x, weight, expert, assignment, live, piece, SLOTS, HIDDEN, WIDTH, BLOCK_M,
+                BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            value = reduced(
+                x, weight, expert, assignment, live, n, HIDDEN, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K
+            )
+        line = out + assignment.to(tl.int64)[:, None] * SIZE + n[None, :]
+        tl.store(line, value, mask=live[:, None] & (n < SIZE)[None, :])
+
+
+@triton.jit
+def listed_kernel(
+    x, weight, counts, lists, starts, out, GATE_UP: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The same for any number of tokens, from the lists: COUNT tiles, then shared ones."""
+    piece, number = tl.program_id(0), tl.program_id(1)
+    ROUTED: tl.constexpr = EXPERTS - SHARED
+    lane = tl.arange(0, LANES)
+    live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
+    count = tl.load(counts + lane, mask=lane < ROUTED, other=0)
+    expert, first = tile_of_expert(count, lane, number, LANES, BLOCK_M)
+    routed, which = number < COUNT, (number - COUNT) % SHARED
+    end = tl.load(counts + expert, mask=routed & (expert < ROUTED), other=0)
+    if number >= COUNT:
+        expert, first, end = ROUTED + which, (number - COUNT) // SHARED * BLOCK_M, live_tokens
+    if first >= end:
+        return
+    row = first + tl.arange(0, BLOCK_M)
+    live = row < end
+    own = lists + expert.to(tl.int64) * TOKENS + row
+    listed = tl.load(own, mask=live & routed, other=0)
+    listed = tl.minimum(tl.maximum(listed, 0), TOKENS * SLOTS - 1)
+    assignment = tl.where(routed, listed, row * SLOTS + SLOTS - SHARED + which)
+    SIZE: tl.constexpr = WIDTH if GATE_UP else HIDDEN
+    line = out + assignment.to(tl.int64)[:, None] * SIZE
+    n = piece * STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATE_UP:
+        value = gated(
+            x, weight, expert, assignment, live, piece, SLOTS, HIDDEN, WIDTH, BLOCK_M, BLOCK_N,
+            BLOCK_K,
+        )  # fmt: skip
+        tl.store(line + n[None, :], value, mask=live[:, None] & (n < SIZE)[None, :])
+    elif BLOCK_K >= WIDTH:  # the rows are held while the program walks over columns
+        k = tl.arange(0, BLOCK_K)
+        deep = k < WIDTH
+        cell = x + assignment.to(tl.int64)[:, None] * WIDTH + k[None, :]
+        held = tl.load(cell, mask=live[:, None] & deep[None, :], other=0.0)
+        w_tile = weight + (expert.to(tl.int64) * HIDDEN + n[None, :]) * WIDTH + k[:, None]
+        for _ in range(STEPS):
+            w = tl.load(w_tile, mask=(n < HIDDEN)[None, :] & deep[:, None], other=0.0)
+            value = tl.dot(held, w, input_precision="ieee")
+            tl.store(line + n[None, :], value, mask=live[:, None] & (n < SIZE)[None, :])
+            w_tile += BLOCK_N * WIDTH
+            n += BLOCK_N
+    else:
+        value = reduced(
+            x, weight, expert, assignment, live, n, HIDDEN, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        tl.store(line + n[None, :], value, mask=live[:, None] & (n < SIZE)[None, :])
 
 
 @triton.jit
 def down_few_kernel(
-    act, w2, weights, chosen, offsets, out, SLOTS: tl.constexpr, LANES: tl.constexpr,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    act, w2, chosen, weights, starts, out, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    LANES: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's out row: the rows of w2 of all its assignments, held whole at once."""
-    token = tl.program_id(1)
-    slot = tl.arange(0, LANES)
+    """A piece of a token's out row: the rows of w2 of all its experts, held whole at once."""
+    token, slot = tl.program_id(1), tl.arange(0, LANES)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, BLOCK_I)
-    live = ((token + 1) * SLOTS <= tl.load(offsets + EXPERTS)) & (slot < SLOTS)
+    live = (token < tl.load(starts + ROWS)) & (slot < SLOTS)
     assignment = token * SLOTS + slot
-    expert = tl.load(chosen + assignment, mask=live, other=0)
+    expert = tl.load(chosen + assignment, mask=slot < SLOTS, other=0)
     expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1).to(tl.int64)
     line = (expert * HIDDEN)[:, None] + h[None, :]
     within = live[:, None] & (h < HIDDEN)[None, :]
@@ -118,65 +245,35 @@ def down_few_kernel(
 
 
 @triton.jit
-def down_kernel(
-    act, w2, order, offsets, rows, ASSIGNMENTS: tl.constexpr, EXPERTS: tl.constexpr,
-    LANES: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """rows [ASSIGNMENTS, HIDDEN] f32 = act @ w2^T of each assignment's expert."""
-    piece, tile = tl.program_id(0), tl.program_id(1)
-    expert, first, end = tile_of_expert(offsets, tile, ASSIGNMENTS, EXPERTS, LANES, BLOCK_M)
-    if expert >= EXPERTS:
-        return
-    row = first + tl.arange(0, BLOCK_M)
-    live = row < end
-    assignment = tl.load(order + row, mask=live, other=0)
-    assignment = tl.minimum(tl.maximum(assignment, 0), ASSIGNMENTS - 1)
-    h = piece * BLOCK_H + tl.arange(0, BLOCK_H)
-    k = tl.arange(0, BLOCK_K)
-    x_tile = act + assignment.to(tl.int64)[:, None] * WIDTH + k[None, :]
-    w_tile = w2 + (expert.to(tl.int64) * HIDDEN + h[None, :]) * WIDTH + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        deep = k < WIDTH - start
-        w = tl.load(
-            w_tile + start, mask=(h < HIDDEN)[None, :] & deep[:, None], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        x = tl.load(x_tile + start, mask=live[:, None] & deep[None, :], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee")
-    line = rows + assignment.to(tl.int64)[:, None] * HIDDEN + h[None, :]
-    tl.store(line, total, mask=live[:, None] & (h < HIDDEN)[None, :])
-
-
-@triton.jit
 def mix_kernel(
-    rows, weights, offsets, out, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    rows, weights, starts, out, ROWS: tl.constexpr, SLOTS: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = sum over a token's assignments, in turn, of weight * row; zeros for padded tokens."""
     token = tl.program_id(1).to(tl.int64)
     h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = (token + 1) * SLOTS <= tl.load(offsets + EXPERTS)
+    live = token < tl.load(starts + ROWS)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
         assignment = token * SLOTS + slot
         share = tl.load(weights + assignment, mask=live, other=0.0)
-        total += share * tl.load(
+        row = tl.load(
             rows + assignment * HIDDEN + h, mask=live & (h < HIDDEN), other=0.0,
             eviction_policy="evict_first",
         )  # fmt: skip
+        total += share * row.to(tl.float32)
     tl.store(out + token * HIDDEN + h, total, mask=h < HIDDEN)
 
 
 class Tiles(NamedTuple):
-    """Blocks of a grouped product: assignments, columns (pairs in `gate_up`), depth."""
+    """Blocks of a grouped product: tokens, columns (pairs in `gate_up`), depth."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    steps: int = 1  # blocks of columns that a program of `down` walks over
 
 
 GATE_UP = {  # by rows of a tile; bf16
@@ -189,14 +286,14 @@ DOWN = {
     16: Tiles(16, 128, 64, 4, 4),
     32: Tiles(32, 128, 64, 4, 4),
     64: Tiles(64, 128, 64, 4, 4),
-    128: Tiles(128, 128, 64, 4, 3),
+    128: Tiles(128, 64, 256, 8, 4, 32),  # H200, 4096 tokens: 255 us; without steps 306
 }
 WIDE = Tiles(16, 32, 32, 4, 2)  # fp32
 
 
-def tile_rows(assignments: int, experts: int) -> int:
+def tile_rows(tokens: int, top: int, routed: int) -> int:
     """Rows of a tile: most experts should need one only, so that a weight is read once."""
-    mean = assignments / experts
+    mean = tokens * top / routed
     return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 48 else 128
 
 
@@ -214,51 +311,76 @@ def most_tiles(assignments: int, experts: int, rows: int) -> int:
 
 
 def experts(
-    y: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+    y: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    starts: Tensor,
 ) -> Tensor:
     """Run each expert over its tokens and mix; see the package docstring."""
-    (tokens, hidden), slots = y.shape, weights.shape[1]
-    count, _, width = w2.shape
-    act, chosen = y.new_empty(tokens * slots, width), torch.empty_like(order)
-    out = torch.empty_like(y)
-    assignments, lanes = tokens * slots, triton.next_power_of_2(count)
-    rows = tile_rows(assignments, count)
+    (tokens, hidden), slots, (count, _, width) = y.shape, chosen.shape[1], w2.shape
+    routed, assignments = places.shape[1], tokens * slots
+    shared, top = count - routed, slots - count + routed
+    act, out, rows = y.new_empty(assignments, width), torch.empty_like(y), starts.shape[0] - 1
+    size = tile_rows(tokens, top, routed)
     wide = y.dtype == torch.float32
-    tiles = fitted(WIDE if wide else GATE_UP[rows], width, hidden)
-    sizes = {"ASSIGNMENTS": assignments, "EXPERTS": count, "HIDDEN": hidden, "WIDTH": width}
-    grid = triton.cdiv(width, tiles.columns), most_tiles(assignments, count, tiles.rows)
-    launchable(gate_up_kernel)[grid](
-        y, w13, order, offsets, act, chosen, **sizes, SLOTS=slots, LANES=lanes,
-        BLOCK_M=tiles.rows, BLOCK_I=tiles.columns, BLOCK_K=tiles.depth, num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )  # fmt: skip
+    up = fitted(WIDE if wide else GATE_UP[size], width, hidden)
+    down = fitted(WIDE if wide else DOWN[size], hidden, width)
+    sizes = {
+        "ROWS": rows, "TOKENS": tokens, "SLOTS": slots, "SHARED": shared, "EXPERTS": count,
+        "HIDDEN": hidden, "WIDTH": width,
+    }  # fmt: skip
+    direct = tokens <= DIRECT
+    if not direct:
+        lists, counts = starts.new_empty(routed, tokens), starts.new_empty(routed)
+        launchable(group_kernel)[(routed,)](
+            places, starts, lists, counts, ROWS=rows, TOKENS=tokens, SLOTS=slots, ROUTED=routed,
+            BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), num_warps=8,
+        )  # fmt: skip
+
+    def product(x: Tensor, weight: Tensor, to: Tensor, tiles: Tiles, columns: int) -> None:
+        blocks = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "BLOCK_K": tiles.depth}
+        options = {**blocks, "num_warps": tiles.warps, "num_stages": tiles.stages}
+        most = tokens * top if direct else most_tiles(tokens * top, routed, tiles.rows)
+        programs = min(most, routed) if direct else most
+        all_tiles = programs + shared * triton.cdiv(tokens, tiles.rows)
+        grid = triton.cdiv(columns, tiles.columns * tiles.steps), all_tiles
+        if direct:
+            launchable(direct_kernel)[grid](
+                x, weight, chosen, places, starts, to, GATE_UP=to is act, **sizes, COUNT=programs,
+                LEADERS=most < routed, LANES=triton.next_power_of_2(tokens), **options,
+            )  # fmt: skip
+        else:
+            launchable(listed_kernel)[grid](
+                x, weight, counts, lists, starts, to, GATE_UP=to is act, **sizes, COUNT=programs,
+                LANES=triton.next_power_of_2(routed), STEPS=tiles.steps, **options,
+            )  # fmt: skip
+
+    product(y, w13, act, up, width)
     if tokens <= FEW:
-        _down_few(act, w2, weights, chosen, offsets, out)
+        _down_few(act, w2, chosen, weights, starts, out)
         return out
-    tiles = fitted(WIDE if wide else DOWN[rows], hidden, width)
-    grid = triton.cdiv(hidden, tiles.columns), most_tiles(assignments, count, tiles.rows)
-    products = y.new_empty(assignments, hidden, dtype=torch.float32)
-    launchable(down_kernel)[grid](
-        act, w2, order, offsets, products, **sizes, LANES=lanes, BLOCK_M=tiles.rows,
-        BLOCK_H=tiles.columns, BLOCK_K=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+    products = y.new_empty(assignments, hidden, dtype=torch.float32 if direct else y.dtype)
+    product(act, w2, products, down, hidden)
     block = min(MIX_BLOCK, triton.next_power_of_2(hidden))
     launchable(mix_kernel)[(triton.cdiv(hidden, block), tokens)](
-        products, weights, offsets, out, SLOTS=slots, EXPERTS=count, HIDDEN=hidden, BLOCK=block
+        products, weights, starts, out, ROWS=rows, SLOTS=slots, HIDDEN=hidden, BLOCK=block
     )
     return out
 
 
 def _down_few(
-    act: Tensor, w2: Tensor, weights: Tensor, chosen: Tensor, offsets: Tensor, out: Tensor
+    act: Tensor, w2: Tensor, chosen: Tensor, weights: Tensor, starts: Tensor, out: Tensor
 ) -> None:
     (tokens, slots), (count, hidden, width) = weights.shape, w2.shape
     lanes, block_i = triton.next_power_of_2(slots), triton.next_power_of_2(width)
     block_h = max(1, FEW_BYTES // (lanes * block_i * w2.element_size()))
     block_h = min(block_h, triton.next_power_of_2(hidden))
     launchable(down_few_kernel)[(triton.cdiv(hidden, block_h), tokens)](
-        act, w2, weights, chosen, offsets, out, SLOTS=slots, LANES=lanes, EXPERTS=count,
-        HIDDEN=hidden, WIDTH=width, BLOCK_H=block_h, BLOCK_I=block_i, num_warps=4,
+        act, w2, chosen, weights, starts, out, ROWS=starts.shape[0] - 1, SLOTS=slots, LANES=lanes,
+        EXPERTS=count, HIDDEN=hidden, WIDTH=width, BLOCK_H=block_h, BLOCK_I=block_i, num_warps=4,
     )  # fmt: skip
 
 
@@ -267,7 +389,8 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for tokens in (1, 32, 512, 1024, 4096):
         y, w13, w2 = meta(tokens, 4096), meta(258, 512, 4096), meta(258, 4096, 256)
-        weights = meta(tokens, 8, dtype=torch.float32)
-        order, offsets = meta(tokens * 8, dtype=torch.int32), meta(259, dtype=torch.int32)
-        cases += launches(f"experts-{tokens}", experts, y, w13, w2, weights, order, offsets)
+        weights, starts = meta(tokens, 8, dtype=torch.float32), meta(17, dtype=torch.int32)
+        chosen, places = meta(tokens, 8, dtype=torch.int32), meta(tokens, 256, dtype=torch.int8)
+        arguments = y, w13, w2, chosen, weights, places, starts
+        cases += launches(f"experts-{tokens}", experts, *arguments)
     return cases

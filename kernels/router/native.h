@@ -37,26 +37,16 @@ inline void weigh(const float* logits, const int32_t* chosen, int64_t count, flo
   for (int64_t i = 0; i < count; i++) weights[i] = weights[i] / sum * scale;
 }
 
-// Assignments [0, count) grouped by expert, ascending within one; offsets [experts + 1].
-inline void group(const int32_t* expert_of, int64_t count, int64_t experts, int32_t* order, int32_t* offsets) {
-  std::fill_n(offsets, experts + 1, 0);
-  for (int64_t a = 0; a < count; a++) offsets[expert_of[a] + 1]++;
-  for (int64_t e = 0; e < experts; e++) offsets[e + 1] += offsets[e];
-  std::vector<int32_t> next(offsets, offsets + experts);
-  for (int64_t a = 0; a < count; a++) order[next[expert_of[a]]++] = a;
-}
-
 }  // namespace routing
 
-inline std::tuple<Tensor, Tensor, Tensor, Tensor> router(const Tensor& y, const Tensor& gate_weight,
-                                                         const Tensor& gate_bias, const Tensor& gate_scale,
-                                                         const Tensor& starts, int64_t top_k, int64_t shared,
-                                                         double route_scale) {
+inline std::tuple<Tensor, Tensor, Tensor> router(const Tensor& y, const Tensor& gate_weight, const Tensor& gate_bias,
+                                                 const Tensor& gate_scale, const Tensor& starts, int64_t top_k,
+                                                 int64_t shared, double route_scale) {
   int64_t tokens = y.size(0), depth = y.size(1), all = gate_weight.size(0), routed = gate_bias.size(0);
   int64_t slots = top_k + shared, live = data<int32_t>(starts)[starts.size(0) - 1];
   STD_TORCH_CHECK(routed + shared == all && top_k <= routed, "a gate of ", all, " rows, not ", routed, " + ", shared);
   Tensor experts = make(ScalarType::Int, {tokens, slots}), weights = make(ScalarType::Float, {tokens, slots});
-  Tensor order = make(ScalarType::Int, {tokens * slots}), offsets = make(ScalarType::Int, {all + 1});
+  Tensor places = make(ScalarType::Char, {tokens, routed});
   std::vector<float> logits(live * all), scores(routed);
   by_dtype(y, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
@@ -65,18 +55,19 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> router(const Tensor& y, const 
   int32_t* chosen = data<int32_t>(experts);
   float *weight = data<float>(weights), scale = static_cast<float>(route_scale) * *data<float>(gate_scale);
   const float* bias = data<float>(gate_bias);
+  int8_t* place = data<int8_t>(places);
+  std::fill(place, place + tokens * routed, int8_t{0});
   for (int64_t t = 0; t < live; t++) {
     const float* of_token = logits.data() + t * all;
     for (int64_t e = 0; e < routed; e++) scores[e] = routing::choice_score(of_token[e], bias[e]);
     routing::choose(scores.data(), routed, top_k, chosen + t * slots);
+    for (int64_t j = 0; j < top_k; j++) place[t * routed + chosen[t * slots + j]] = static_cast<int8_t>(j + 1);
     for (int64_t j = 0; j < shared; j++) chosen[t * slots + top_k + j] = routed + j;
     routing::weigh(of_token, chosen + t * slots, slots, scale, weight + t * slots);
   }
   std::fill(chosen + live * slots, chosen + tokens * slots, 0);
   std::fill(weight + live * slots, weight + tokens * slots, 0.0f);
-  routing::group(chosen, live * slots, all, data<int32_t>(order), data<int32_t>(offsets));
-  std::fill(data<int32_t>(order) + live * slots, data<int32_t>(order) + tokens * slots, 0);
-  return {experts, weights, order, offsets};
+  return {experts, weights, places};
 }
 
 }  // namespace inkling

@@ -14,7 +14,7 @@ def router(
     top_k: int,
     shared: int,
     route_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose and weigh experts; see the package docstring."""
     tokens, slots, live = len(y), top_k + shared, int(starts[-1])
     routed = len(gate_bias)
@@ -26,9 +26,6 @@ def router(
 
     experts, weights = torch.zeros(tokens, slots, dtype=torch.int32), torch.zeros(tokens, slots)
     experts[:live], weights[:live] = chosen, mixed
-    order = torch.zeros(tokens * slots, dtype=torch.int32)
-    order[: live * slots] = chosen.flatten().sort(stable=True).indices
-    counts = chosen.flatten().bincount(minlength=routed + shared)
-    offsets = torch.zeros(routed + shared + 1, dtype=torch.int32)
-    offsets[1:] = counts.cumsum(0)
-    return experts, weights, order, offsets
+    places = torch.zeros(tokens, routed, dtype=torch.int8)
+    places[:live].scatter_(1, best, torch.arange(1, top_k + 1, dtype=torch.int8).expand(live, -1))
+    return experts, weights, places

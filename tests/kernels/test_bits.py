@@ -91,11 +91,11 @@ def test_router_and_experts(gate: Gate, padding: int, dtype: torch.dtype) -> Non
     def run(some: Tensor) -> Tensor:
         tokens = torch.cat([y[some], y.new_full((padding, gate.hidden), torch.nan)])
         starts = torch.tensor([0, len(some)], dtype=torch.int32)
-        chosen, mixed, order, offsets = router(
+        chosen, mixed, places = router(
             tokens, *weights, starts, gate.top_k, gate.shared, ROUTE_SCALE
         )
-        out = experts(tokens, w13, w2, mixed, order, offsets)
-        results = torch.cat([chosen.view(torch.float32), mixed, out.float()], dim=1)
+        out = experts(tokens, w13, w2, chosen, mixed, places, starts)
+        results = torch.cat([chosen.view(torch.float32), mixed, places.float(), out.float()], dim=1)
         assert not results[len(some) :].any(), "padded tokens are not zero"
         return results[: len(some)]
 

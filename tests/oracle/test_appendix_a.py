@@ -148,7 +148,7 @@ def test_hidden_states_are_the_golden_ones(run: Run) -> None:
 @pytest.mark.parametrize("place", ROUTED, ids=str)
 def test_router_weights_are_the_golden_ones(run: Run, place: tuple[int, int]) -> None:
     layer, token = place
-    experts, weights = run.routers[layer - FIRST_SPARSE].result[:2]
+    experts, weights, _ = run.routers[layer - FIRST_SPARSE].result
     assert tuple(experts[token, 2:].tolist()) == SHARED
     found = dict(zip(experts[token].tolist(), weights[token].tolist(), strict=True))
     assert found == pytest.approx(ROUTED[place], rel=0, abs=TOLERANCE)

@@ -173,7 +173,7 @@ FAULTS = [
     Fault(
         "padded tokens reach no expert",
         "they are routed with the last row's",
-        before(given(starts=faults.all_tokens_live), (model, "router")),
+        before(given(starts=faults.all_tokens_live), (model, "router"), (model, "experts")),
         PADDED,
     ),
     Fault(

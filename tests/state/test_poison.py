@@ -144,15 +144,12 @@ def test_padded_tokens_reach_no_live_row_and_no_expert(
     assert all(0 not in flow.trace.tokens for flow in flows)
     rig.advance(Bucket(kind="extend", rows=8, tokens=60), [(flow, 9) for flow in flows])
     decode = Bucket(kind="decode", rows=8, tokens=8)
-    with recorded("router") as calls:
+    with recorded("router", "experts") as calls:
         rig.advance(decode, [(flow, 1) for flow in flows])
-    shape = small.spec.shape
-    assignments = 5 * (shape.experts_per_token + shape.shared_experts)
-    for call in calls["router"]:
-        order, offsets = call.result[2:]
-        assert int(offsets[-1]) == assignments, "experts see the live tokens alone"
-        assert not order[assignments:].any()
-    assert len(calls["router"]) == shape.layers - shape.dense_layers
+    for router, experts in zip(calls["router"], calls["experts"], strict=True):
+        assert all(not result[5:].any() for result in router.result), "padded tokens are routed"
+        assert not experts.result[5:].any(), "padded tokens reach experts"
+    assert len(calls["router"]) == small.spec.shape.layers - small.spec.shape.dense_layers
 
 
 def changed(rig: Rig, action: Callable[[], object]) -> set[str]:

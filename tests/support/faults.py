@@ -130,12 +130,12 @@ def everyones_counts(a: Arguments) -> Tensor:
 
 def biased_weights(call: Call, a: Arguments) -> Any:
     """The bias that chooses experts is part of their weights too."""
-    experts, weights, order, offsets = call(a)
+    experts, weights, places = call(a)
     live, bias = int(a["starts"][-1]), torch.cat([a["gate_bias"], torch.zeros(a["shared"])])
     logits = a["y"][:live] @ a["gate_weight"].T + bias
     chosen = torch.nn.functional.logsigmoid(logits.gather(1, experts[:live].long())).softmax(-1)
     weights[:live] = chosen * a["route_scale"] * a["gate_scale"]
-    return experts, weights, order, offsets
+    return experts, weights, places
 
 
 def all_tokens_live(a: Arguments) -> Tensor:

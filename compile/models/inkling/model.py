@@ -103,7 +103,7 @@ class Decoder:
 
     def _experts(self, y_TH: Tensor, i: int) -> Tensor:
         w, s = self.weights, self.shape
-        _, weights_TK, order, offsets = router(
+        chosen_TK, weights_TK, places_TE = router(
             y_TH,
             w[f"layers.{i}.gate_weight"],
             w[f"layers.{i}.gate_bias"],
@@ -113,8 +113,15 @@ class Decoder:
             s.shared_experts,
             s.route_scale,
         )
-        w13, w2 = w[f"layers.{i}.experts_w13"], w[f"layers.{i}.experts_w2"]
-        m_TH: Tensor = experts(y_TH, w13, w2, weights_TK, order, offsets)
+        m_TH: Tensor = experts(
+            y_TH,
+            w[f"layers.{i}.experts_w13"],
+            w[f"layers.{i}.experts_w2"],
+            chosen_TK,
+            weights_TK,
+            places_TE,
+            self.meta.starts,
+        )
         return m_TH
 
     def _boundary(
