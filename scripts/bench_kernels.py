@@ -20,12 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).resolve().parent))
 
 if TYPE_CHECKING:
-    from scripts.bench.timing import Ceilings
-    from scripts.bench.work import Case, Target
+    from bench.timing import Ceilings
+    from bench.work import Case, Target
 
 ROWS = (1, 8, 32, 64, 128, 512, 2048, 4096)
 
@@ -37,15 +36,15 @@ def main() -> int:
 
     _op.target_cuda()
     import torch
-
-    from scripts.bench.timing import Ceilings, about, measured_ceilings
-    from scripts.bench.work import Target
+    from bench.timing import Ceilings, about, limit_copies, measured_ceilings
+    from bench.work import Target
 
     peer = load_peer(options.peer) if options.peer else None
     target = Target(options.model, options.tp, "cuda", peer, options.own_only)
     cases = [case for case in all_cases(target, options.rows) if wanted(case, options)]
     if options.share:
         part, parts = options.share
+        limit_copies(1)
         return compile_cases(cases[part::parts])
     if options.jobs > 1:
         compile_in_parallel(options.jobs)
@@ -97,7 +96,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def all_cases(target: Target, rows: Sequence[int]) -> Iterator[Case]:
     """Every case at every number of rows, op by op."""
-    from scripts.bench import attention_ops, expert_ops, token_ops
+    from bench import attention_ops, expert_ops, token_ops
 
     for module in (expert_ops, attention_ops, token_ops):
         listed = [case for count in rows for case in module.cases(target, count)]
@@ -146,8 +145,7 @@ def compile_cases(cases: Sequence[Case]) -> int:
 def run(case: Case, ceilings: Ceilings, blocks: int) -> dict[str, Any]:
     """Check and time one case, print its line, and return its record."""
     import torch
-
-    from scripts.bench.timing import measure
+    from bench.timing import measure
 
     record: dict[str, Any] = {
         "op": case.op,
@@ -155,6 +153,7 @@ def run(case: Case, ceilings: Ceilings, blocks: int) -> dict[str, Any]:
         "rows": case.rows,
         "context": case.context,
     }
+    torch.cuda.empty_cache()
     try:
         work = case.make()
         with torch.no_grad():
@@ -164,8 +163,6 @@ def run(case: Case, ceilings: Ceilings, blocks: int) -> dict[str, Any]:
         traceback.print_exc(limit=-3)
         print(f"{label(case)} FAILED: {one_line(error)}", flush=True)
         return {**record, "error": one_line(error)}
-    finally:
-        torch.cuda.empty_cache()
     floor = ceilings.floor_us(work.moved, work.flops)
     record |= {"bytes": work.moved, "flops": work.flops, "floor_us": floor, **work.notes}
     record["us"] = {name: asdict(timing) for name, timing in times.items()}

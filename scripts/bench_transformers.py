@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).resolve().parent))
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,9 +49,8 @@ def main() -> int:
     _op.target_cuda()
     import torch
     import transformers
-
-    from scripts.bench.timing import about
-    from scripts.bench.work import Target
+    from bench.timing import about
+    from bench.work import Target
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     target = Target(options.model, options.tp, "cuda")
@@ -99,8 +97,7 @@ def numbers(text: str) -> tuple[int, ...]:
 def check(whole: ModelShape, device: str = "cuda") -> float:
     """Largest difference of fp32 logits over the largest logit, in a prompt and some steps."""
     import torch
-
-    from scripts.bench.pair import OurStep, Transformers, engine_weights, four_layers, make_model
+    from bench.pair import OurStep, Transformers, engine_weights, four_layers, make_model
 
     shape, dtype = four_layers(whole), torch.float32
     model = make_model(shape, dtype, device)
@@ -134,8 +131,7 @@ def random_prompts(shape: ModelShape, batch: int, length: int, device: str) -> T
 def measure(whole: ModelShape, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a decode step of every side, and how many times faster ours is."""
     import torch
-
-    from scripts.bench.pair import OurStep, Transformers, engine_weights, four_layers, make_model
+    from bench.pair import OurStep, Transformers, engine_weights, four_layers, make_model
 
     shape, dtype = four_layers(whole), torch.bfloat16
     model = make_model(shape, dtype, "cuda")
@@ -164,9 +160,8 @@ def compiled_side(
 ) -> tuple[Side | None, dict[str, str]]:
     """Transformers under torch.compile with the first kind of cache that runs, and what was tried."""
     import torch
+    from bench.pair import Transformers
     from transformers import DynamicCache, StaticCache
-
-    from scripts.bench.pair import Transformers
 
     config = model.config.get_text_config()
     steps = WARM_STEPS + (options.blocks + 1) * options.steps

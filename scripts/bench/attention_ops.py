@@ -12,14 +12,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from bench.setting import Setting
+from bench.timing import Call, copies_for
+from bench.work import Case, Target, Work, assert_near, kind_of
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import LayerKind, ModelShape
 from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_extend import attention_extend
-from scripts.bench.setting import Setting
-from scripts.bench.timing import Call, copies_for
-from scripts.bench.work import Case, Target, Work, assert_near, kind_of
 
 CONTEXTS = (1024, 8192, 65536)
 EXTEND_END = 8192

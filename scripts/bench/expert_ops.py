@@ -12,12 +12,13 @@ from statistics import mean
 from typing import Any
 
 import torch
+from bench.timing import Call, copies_for, nbytes
+from bench.work import Case, Target, Work, assert_near, check_op
 from torch import Tensor
 
+from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.router import router
-from scripts.bench.timing import Call, copies_for, nbytes
-from scripts.bench.work import Case, Target, Work, assert_near, check_op
 
 CUT_EITHER_WAY = 5e-3  # share of rows whose choice rounding of the logits may change
 
@@ -45,8 +46,8 @@ def expected_bytes(target: Target, rows: int) -> float:
 
 def inputs(target: Target, rows: int) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
     """Rows and layer of each call."""
-    copies = max(4, copies_for(expected_bytes(target, rows)))
     layers = target.experts
+    copies = copies_for(expected_bytes(target, rows), len(layers))
     hidden = target.shape.hidden
     return [(target.normal(rows, hidden), layers[i % len(layers)]) for i in range(copies)]
 
@@ -66,26 +67,38 @@ def router_work(target: Target, rows: int) -> Work:
         share = 1 - float(same.float().mean())
         assert share <= CUT_EITHER_WAY, f"experts of {share:.2%} of the rows differ"
         assert_near(found[1][same], wanted[1][same], "router weights")
-        _check_grouping(*found[:1], *found[2:])
+        if bool(same.all()):
+            for one, other in zip(found[2:], wanted[2:], strict=True):
+                assert_near(one, other, "router grouping")
 
     return Work(moved, flops, {"ours": [partial(router, *call) for call in calls]}, check)
 
 
-def _check_grouping(chosen: Tensor, order: Tensor, offsets: Tensor) -> None:
-    """`order` groups the assignments by expert, ascending within one."""
-    flat = chosen.flatten()
-    assert torch.equal(order.long(), flat.sort(stable=True).indices), "router order"
-    counts = flat.bincount(minlength=len(offsets) - 1)
-    assert torch.equal(offsets[1:].long(), counts.cumsum(0)), "router offsets"
+def experts_arguments(
+    target: Target, y: Tensor, layer: tuple[Tensor, ...]
+) -> tuple[tuple[Any, ...], Tensor]:
+    """Arguments of the experts for rows `y`, and the experts [T, K] that the router chose.
+
+    What the experts take of the router goes by the names in both schemas.
+    """
+    arguments = router_arguments(target, y, layer)
+    results = zip(_schema(router).returns, router(*arguments), strict=True)
+    named = {value.name: tensor for value, tensor in results}
+    chosen = named["experts"]
+    named |= {"chosen": chosen, "starts": arguments[4]}
+    rest = (named[value.name] for value in _schema(experts).arguments[3:])
+    return (y, *layer[3:], *rest), chosen
+
+
+def _schema(op: Op) -> Any:
+    return torch._C.parse_schema(f"inkling::{op.schema}")
 
 
 def experts_work(target: Target, rows: int) -> Work:
     """The experts with a routing that is there already."""
-    calls = []
-    for y, layer in inputs(target, rows):
-        _, *routing = router(*router_arguments(target, y, layer))
-        calls.append((y, *layer[3:], *routing))
-    moved, flops, hit = cost(target, rows, [call[-1] for call in calls])
+    made = [experts_arguments(target, *pair) for pair in inputs(target, rows)]
+    calls = [arguments for arguments, _ in made]
+    moved, flops, hit = cost(target, rows, [chosen for _, chosen in made])
     sides = {"ours": [partial(experts, *call) for call in calls]}
     check = partial(check_op, experts, calls[0], target.device)
     return Work(moved, flops, sides, check, {"experts_hit": hit})
@@ -95,17 +108,16 @@ def block_work(target: Target, rows: int) -> Work:
     """Router and experts; with a peer its whole block and its routed experts alone."""
     pairs = inputs(target, rows)
     sides: dict[str, list[Call]] = {"ours": [partial(block, target, *pair) for pair in pairs]}
-    offsets = [router(*router_arguments(target, *pair))[3] for pair in pairs]
-    moved, flops, hit = cost(target, rows, offsets)
+    made = [experts_arguments(target, *pair) for pair in pairs]
+    moved, flops, hit = cost(target, rows, [chosen for _, chosen in made])
     gate = pairs[0][1][0]
     if target.peer is not None:
         sides |= peer_sides(target, pairs)
 
     def check() -> None:
         y, layer = pairs[0]
-        _, *routing = router(*router_arguments(target, y, layer))
         with torch.device(target.device):
-            wanted = experts.reference(y, *layer[3:], *routing)
+            wanted = experts.reference(*made[0][0])
         assert_near(block(target, y, layer), wanted, "block")
         if target.peer is not None:
             routed, shared = sides["peer block"][0]()
@@ -119,8 +131,7 @@ def block_work(target: Target, rows: int) -> Work:
 
 def block(target: Target, y: Tensor, layer: tuple[Tensor, ...]) -> Tensor:
     """Router and experts in a row."""
-    _, *routing = router(*router_arguments(target, y, layer))
-    out: Tensor = experts(y, *layer[3:], *routing)
+    out: Tensor = experts(*experts_arguments(target, y, layer)[0])
     return out
 
 
@@ -142,10 +153,10 @@ def peer_sides(
     return sides
 
 
-def cost(target: Target, rows: int, offsets: list[Tensor]) -> tuple[float, float, float]:
+def cost(target: Target, rows: int, chosen: list[Tensor]) -> tuple[float, float, float]:
     """Bytes and operations of the experts, and the routed experts that a call hits on average."""
     s = target.shape
-    hit = mean(int((each[1 : s.experts + 1] > each[: s.experts]).sum()) for each in offsets)
+    hit = mean(len(each[:, : s.experts_per_token].unique()) for each in chosen)
     weights = 3 * s.expert_width * s.hidden
     slots = s.experts_per_token + s.shared_experts
     moved = 2 * (hit + s.shared_experts) * weights + 4 * rows * s.hidden

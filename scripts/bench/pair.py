@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from bench.setting import NO_DRAFTS, map_pages
+from bench.timing import capture
 from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Part, Recipe
@@ -22,8 +24,6 @@ from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.models.inkling.names import canonical, recipes
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.kernels.state import DTYPES
-from scripts.bench.setting import NO_DRAFTS, map_pages
-from scripts.bench.timing import capture
 
 SMALL_TOWERS: dict[str, Any] = {
     "vision_config": {"n_layers": 2, "patch_size": 2, "temporal_patch_size": 2, "hidden_size": 8},

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 L2_BYTES: Final = 60 << 20
-MOST_COPIES: Final = 48
+MOST_COPIES = 48
 BLOCK_MS: Final = 3.0
 
 Call = Callable[[], Any]
@@ -45,9 +45,15 @@ class Timing:
     most: float
 
 
-def copies_for(moved: float) -> int:
+def copies_for(moved: float, least: int = 2) -> int:
     """How many calls on separate inputs of `moved` bytes overflow the L2 cache three times."""
-    return int(min(MOST_COPIES, max(2, -(-3 * L2_BYTES // max(1, int(moved))))))
+    return int(min(MOST_COPIES, max(least, -(-3 * L2_BYTES // max(1, int(moved))))))
+
+
+def limit_copies(most: int) -> None:
+    """Make at most `most` copies of a call's inputs from now on."""
+    global MOST_COPIES
+    MOST_COPIES = most
 
 
 def nbytes(*tensors: Tensor) -> int:

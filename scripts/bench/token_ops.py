@@ -7,6 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from bench.setting import Setting
+from bench.timing import copies_for, nbytes
+from bench.work import Case, Target, Work, check_op, kind_of
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import ModelShape
@@ -22,9 +25,6 @@ from inkling_engine.kernels.rmsnorm import rmsnorm
 from inkling_engine.kernels.sample import sample
 from inkling_engine.kernels.step_metadata import step_metadata
 from inkling_engine.kernels.swiglu import swiglu
-from scripts.bench.setting import Setting
-from scripts.bench.timing import copies_for, nbytes
-from scripts.bench.work import Case, Target, Work, check_op, kind_of
 
 CONTEXT = 1024  # of the rows of ops that do not read it
 MATRICES: dict[str, Callable[[ModelShape], tuple[int, int]]] = {

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from bench.timing import Call, copies_for
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -16,7 +17,6 @@ from inkling_engine.artifacts.spec import ModelShape, StepKind
 from inkling_engine.compile.models.inkling.shape import preset
 from inkling_engine.compile.models.inkling.shard import rank_shape
 from inkling_engine.kernels._op import Op
-from scripts.bench.timing import Call
 
 MOST_DECODE_ROWS: Final = 128
 RELATIVE_L2: Final = {torch.bfloat16: 5e-3, torch.float32: 1e-3}  # spec 9.3
@@ -70,7 +70,7 @@ class Target:
 
     @cached_property
     def experts(self) -> list[tuple[Tensor, ...]]:
-        """Four sets of (gate weight, gate bias, gate scale, w13, w2): sets of one layer each."""
+        """(gate weight, gate bias, gate scale, w13, w2) of four layers."""
         s = self.shape
         count = s.experts + s.shared_experts
         return [
@@ -81,7 +81,7 @@ class Target:
                 self.normal(count, 2 * s.expert_width, s.hidden, scale=s.hidden**-0.5),
                 self.normal(count, s.hidden, s.expert_width, scale=s.expert_width**-0.5),
             )
-            for _ in range(4)
+            for _ in range(copies_for(1e9, least=4))
         ]
 
     def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
