@@ -10,7 +10,6 @@ parallel processes first. `--peer` names a folder whose peer.py offers other ker
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -36,6 +35,7 @@ def main() -> int:
 
     _op.target_cuda()
     import torch
+    from bench.peer import load_peer
     from bench.timing import Ceilings, about, limit_copies, measured_ceilings
     from bench.work import Target
 
@@ -107,15 +107,6 @@ def wanted(case: Case, options: argparse.Namespace) -> bool:
     """Whether the options ask for `case`."""
     named = not options.ops or {case.op, f"{case.op}:{case.name}"} & set(options.ops)
     return bool(named) and (not options.contexts or case.context in (0, *options.contexts))
-
-
-def load_peer(folder: Path) -> Any:
-    """The module `peer.py` of `folder`."""
-    spec = importlib.util.spec_from_file_location("peer", folder / "peer.py")
-    assert spec is not None and spec.loader is not None, f"no peer.py in {folder}"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def compile_in_parallel(jobs: int) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from bench.peer import Peer
 from bench.setting import Setting
 from bench.timing import Call, copies_for
 from bench.work import Case, Target, Work, assert_near, kind_of
@@ -103,7 +104,7 @@ def reference(call: tuple[Any, ...], device: str) -> tuple[Tensor, Tensor]:
         return tokens, attention_extend.reference(*arguments, layer, window)
 
 
-def peer_calls(peer: Any, calls: list[tuple[Any, ...]]) -> Iterator[Call]:
+def peer_calls(peer: Peer, calls: list[tuple[Any, ...]]) -> Iterator[Call]:
     """The peer on the same keys, token by token; what it prepares once a step is prepared here."""
     for q, r, rel_proj, pool, table, slots, _, lengths, layer, window in calls:
         keys, values = (pool[layer][:, i].transpose(1, 2).flatten(0, 1) for i in (0, 1))

@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from bench.peer import Peer
 from bench.timing import Call, copies_for, nbytes
 from bench.work import Case, Target, Work, assert_near, check_op
 from torch import Tensor
@@ -112,7 +113,7 @@ def block_work(target: Target, rows: int) -> Work:
     moved, flops, hit = cost(target, rows, [chosen for _, chosen in made])
     gate = pairs[0][1][0]
     if target.peer is not None:
-        sides |= peer_sides(target, pairs)
+        sides |= peer_sides(target, target.peer, pairs)
 
     def check() -> None:
         y, layer = pairs[0]
@@ -136,10 +137,10 @@ def block(target: Target, y: Tensor, layer: tuple[Tensor, ...]) -> Tensor:
 
 
 def peer_sides(
-    target: Target, pairs: list[tuple[Tensor, tuple[Tensor, ...]]]
+    target: Target, peer: Peer, pairs: list[tuple[Tensor, tuple[Tensor, ...]]]
 ) -> dict[str, list[Call]]:
     """The peer's block (its sum of routed and shared left out) and its routed experts alone."""
-    peer, s = target.peer, target.shape
+    s = target.shape
     states: dict[int, Any] = {}
     sides: dict[str, list[Call]] = {"peer block": [], "peer routed": []}
     for y, (gate, bias, scale, w13, w2) in pairs:

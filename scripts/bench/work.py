@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from bench.peer import Peer
 from bench.timing import Call, copies_for
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -51,7 +52,7 @@ class Target:
     model: str
     tp: int
     device: str
-    peer: Any = None
+    peer: Peer | None = None
     own_only: bool = False
 
     @cached_property
