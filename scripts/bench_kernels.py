@@ -55,9 +55,10 @@ def main() -> int:
         flush=True,
     )
     report = {**about(), "model": options.model, "tp": options.tp, "ceilings": asdict(ceilings)}
+    records = [run(case, ceilings, options.blocks) for case in cases]
     if peer is not None:
         report["peer"] = peer.name()
-    records = [run(case, ceilings, options.blocks) for case in cases]
+        print(f"peer: {report['peer']}")
     if options.json:
         text = json.dumps({**report, "cases": records}, indent=1)
         Path(options.json).write_text(text + "\n")

@@ -99,6 +99,7 @@ def check(whole: ModelShape, device: str = "cuda") -> float:
     import torch
     from bench.pair import OurStep, Transformers, engine_weights, four_layers, make_model
 
+    torch.backends.cudnn.allow_tf32 = False  # its convolutions
     shape, dtype = four_layers(whole), torch.float32
     model = make_model(shape, dtype, device)
     if hasattr(model, "set_experts_implementation"):
@@ -112,6 +113,7 @@ def check(whole: ModelShape, device: str = "cuda") -> float:
     for _ in range(CHECK_STEPS):
         call()
         differences.append(difference(ours.logits, theirs.step()))
+    torch.backends.cudnn.allow_tf32 = True
     return max(differences)
 
 
