@@ -21,21 +21,16 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket
 from inkling_engine.kernels import _op
 
 _op.target_cuda()  # before any op module is imported
+sys.path.append(str(Path(__file__).resolve().parent))
 
-from rank_step import (
-    SPARE,
-    RankStep,
-    rank_spec,
-    rank_weights,
-    step_floor,
-)
+from bench.rank import SPARE, RankStep, rank_spec, rank_weights, step_floor
+from bench.timing import Ceilings, about, capture, measured_ceilings
 
 from inkling_engine.compile.backends.aoti import compile_program, open_program
 from inkling_engine.compile.export import export_step
@@ -69,9 +64,9 @@ class Measured:
 def main() -> int:
     """Measure what is asked for; 0."""
     options = parse()
-    ceilings = measure_ceilings()
-    print(about(), flush=True)
-    print(f"copy {ceilings[0] / 1e12:.2f} TB/s, bf16 product {ceilings[1] / 1e12:.0f} TFLOP/s")
+    facts, ceilings = about() | {"command": " ".join(sys.argv)}, measured_ceilings()
+    torch.cuda.empty_cache()
+    print(facts, ceilings, sep="\n", flush=True)
     rows, contexts, chunks = options.batch, options.context, options.extend
     spec = rank_spec(
         options.model,
@@ -91,7 +86,7 @@ def main() -> int:
         inputs = machine.rows(bucket)
         machine.reset(bucket.rows, lengths[0])
         run = make_run(options, machine, bucket, inputs)
-        graph = captured(run)
+        graph = capture([run])
         for length in lengths:
             result = measure(options, machine, bucket, inputs, graph, length, ceilings)
             measured.append(result)
@@ -99,7 +94,12 @@ def main() -> int:
         del graph, run
     if options.json:
         report = [asdict(m) | {"ratio": m.ratio} for m in measured]
-        whole = {"about": about(), "ceilings": ceilings, "stream": options.stream, "steps": report}
+        whole = {
+            "about": facts,
+            "ceilings": asdict(ceilings),
+            "stream": options.stream,
+            "steps": report,
+        }
         options.json.write_text(json.dumps(whole, indent=1))
     return 0
 
@@ -125,25 +125,6 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
-def about() -> dict[str, str]:
-    """Device and versions."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-    }
-
-
-def measure_ceilings() -> tuple[float, float]:
-    """(bytes a second of a large copy, reads and writes counted; bf16 operations a second)."""
-    source, target = torch.empty(2, 1 << 31, dtype=torch.uint8, device="cuda").random_()
-    copied = event_median(lambda: target.copy_(source), 20)
-    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
-    multiplied = event_median(lambda: torch.mm(a, b), 20)
-    return 2 * (1 << 31) / copied * 1e6, 2 * 8192**3 / multiplied * 1e6
-
-
 def event_times(run: Callable[[], object], count: int, before: Callable[[], object]) -> list[float]:
     """Microseconds of `count` calls between events, after two that are not counted."""
     times = []
@@ -156,11 +137,6 @@ def event_times(run: Callable[[], object], count: int, before: Callable[[], obje
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
     return times[2:]
-
-
-def event_median(run: Callable[[], object], count: int) -> float:
-    """Median of `event_times`."""
-    return median(event_times(run, count, lambda: None))
 
 
 def make_run(
@@ -178,20 +154,6 @@ def make_run(
     return lambda: loaded(arguments)
 
 
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `run`, captured on the stream on which it was warmed up."""
-    stream = torch.cuda.Stream()
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    torch.cuda.synchronize()
-    return graph
-
-
 def measure(
     options: argparse.Namespace,
     machine: RankStep,
@@ -199,7 +161,7 @@ def measure(
     rows: dict[str, Tensor],
     graph: torch.cuda.CUDAGraph,
     context: int,
-    ceilings: tuple[float, float],
+    ceilings: Ceilings,
 ) -> Measured:
     """Time replays of `graph` with `context` tokens behind every row."""
     decode = bucket.kind == "decode"
@@ -227,8 +189,8 @@ def measure(
         experts_hit=hit,
         time=median(times),
         spread=ordered[int(len(ordered) * 0.9)] - ordered[int(len(ordered) * 0.1)],
-        byte_floor=read / ceilings[0] * 1e6,
-        arithmetic_floor=work / ceilings[1] * 1e6,
+        byte_floor=ceilings.floor_us(read, 0),
+        arithmetic_floor=ceilings.floor_us(0, work),
         nodes=sum(count for _, count, _ in launched),
         top=launched[:TOP],
     )
