@@ -17,6 +17,7 @@ import click
 
 from inkling_engine.runtime.errors import FailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
+    LOAD_NAMES,
     load_options,
     parse_ids,
     sampling_options,
@@ -80,7 +81,7 @@ def generate(
     """Continue a prompt."""
     from inkling_engine.runtime.generate import run_prompt, stream_prompt
 
-    load = {name: values.pop(name) for name in ("random_weights", "memory", "log_level")}
+    load = {name: values.pop(name) for name in LOAD_NAMES}
     request = _prompt(prompt, prompt_ids), sampling_params(values)
     if stream:
         if as_json or request[1].n > 1:
@@ -137,7 +138,7 @@ def _loading(values: dict[str, Any]) -> dict[str, Any]:
     """Set up logging, and keep what `Engine.load` takes."""
     level = values.pop("log_level").upper()
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s: %(message)s")
-    return values
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _write(text: str) -> None:
