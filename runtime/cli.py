@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from inkling_engine.runtime.requests import Prompt
 
 Folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+_COUNT, _MANY = click.IntRange(1), click.IntRange(2)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -94,6 +95,25 @@ def generate(
     if timings:
         result["timings"] = seconds
     _print_result(result, as_json=as_json, streamed=stream)
+
+
+@command.command()
+@Folder
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Prompts at a time.")
+@click.option("--context", type=_COUNT, default=128, show_default=True, help="Prompt's tokens.")
+@click.option("--tokens", type=_MANY, default=128, show_default=True, help="Tokens to generate.")
+@click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Runs of each loop.")
+@load_options
+@JSON
+def bench(
+    folder: Path, batch: int, context: int, tokens: int, repeat: int, as_json: bool, **load: Any
+) -> None:
+    """Measure load, prefill and decode."""
+    from inkling_engine.runtime.bench import Work, measure, render
+
+    work = Work(batch=batch, context=context, tokens=tokens, repeat=repeat)
+    report = measure(folder, work, **_loading(load))
+    click.echo(_encode(report) if as_json else render(report))
 
 
 @command.command("attach-weights")

@@ -32,6 +32,10 @@ OPTIONS = {
         *["repetition_penalty", "seed", "skip_special_tokens", "steps_per_replay", "stop"],
         *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p"],
     ],
+    "bench": [
+        *["as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
+        *["random_weights", "repeat", "steps_per_replay", "tokens"],
+    ],
     "attach-weights": ["checkpoint", "folder"],
 }
 

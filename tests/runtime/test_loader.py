@@ -280,8 +280,8 @@ def test_debug_mode_notices_an_input_that_moved(
     monkeypatch.setenv("INKLING_ENGINE_DEBUG", "1")
     with Engine.load(folder, programs=FakeStep) as engine:
         engine.generate([30], GREEDY)
-        embed = engine.pool.tensors["kv_full"]
-        embed.set_(embed.clone())
+        pool = engine.pool.tensors["kv_full"]
+        pool.data = pool.clone()
         with pytest.raises(AssertionError, match="moved"):
             engine.generate([30], GREEDY)
 
