@@ -87,10 +87,9 @@ class Scheduler:
     @property
     def steady(self) -> bool:
         """Whether the next plan does not wait for the last replay's results: all rows decode and
-        had their turn, and one at least has tokens left."""
-        return not (self.waiting or self.prefilling or self._owed) and any(
-            map(_left, self.decoding)
-        )
+        had their turn, one at least has tokens left, and no prompt can enter."""
+        enters = self.prefilling or (self.waiting and self._fits(self.waiting[0]))
+        return not (enters or self._owed) and any(map(_left, self.decoding))
 
     def next(self) -> Plan | None:
         """Plan the next replay, or None if nothing can run. Follow it with `complete`."""
@@ -199,13 +198,9 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Give the head of the queue its slot and reservations if they are there."""
-        full, window = self._needs(sequence)
-        if (
-            self.slots.available < 1
-            or self.full_pages.available < full
-            or self.window_pages.available < window
-        ):
+        if not self._fits(sequence):
             return False
+        full, window = self._needs(sequence)
         assert self.waiting.popleft() is sequence, "the queue is served in order"
         self.slots.reserve(1)
         self.full_pages.reserve(full)
@@ -215,6 +210,12 @@ class Scheduler:
         self.prefilling.append(sequence)
         plan.admissions.append(sequence)
         return True
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there is a slot, and all pages that the sequence can ever need."""
+        full, window = self._needs(sequence)
+        pages = self.full_pages.available >= full and self.window_pages.available >= window
+        return pages and self.slots.available > 0
 
     def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Add a row with up to `budget` prompt tokens; return how many."""

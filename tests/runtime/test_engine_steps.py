@@ -121,6 +121,17 @@ def test_the_next_replay_has_begun_when_results_are_read() -> None:
         assert seen == [(1, 2), (2, 3), (3, 4), (4, 4)], "nothing is begun past a known end"
 
 
+def test_a_prompt_that_cannot_enter_yet_does_not_hold_up_the_next_replay() -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with open_engine(build_spec(running=1), overlap=True) as engine:
+        first, second = engine.submit([30, 31], params), engine.submit([32], params)
+        seen = []
+        while not second.sequences[0].tokens:
+            engine.step()
+            seen.append((len(first.sequences[0].tokens), engine.steps))
+        assert seen == [(1, 2), (2, 3), (3, 4), (4, 4), (4, 6)]
+
+
 def test_an_abort_leaves_the_replay_ahead_without_effect() -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with open_engine(build_spec(running=1), overlap=True) as engine:
