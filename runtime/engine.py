@@ -2,9 +2,9 @@
 
 One step is: plan, fill the row buffer, replay the bucket, read its lines of the result ring, hand
 tokens to their sequences. Sampling, stop ids and budgets live in the replayed program; only what
-needs text (stop strings) is decided on the host. While nothing but decoding is to do, the next
-replay is started before the last one's results are read (`overlap`). All calls may come from any
-thread: a lock keeps steps, submissions and aborts apart.
+needs text (stop strings) is decided on the host. On a GPU the next replay is begun before the last
+one's results are read (`overlap`). All calls may come from any thread: a lock keeps steps,
+submissions and aborts apart.
 """
 
 from __future__ import annotations
@@ -222,12 +222,12 @@ class Engine:
         return request
 
     def _step(self) -> list[Request]:
-        """Collect a replay. In `overlap`, the one after it is begun before, where it is known."""
+        """Collect a replay. In `overlap`, the one after it is begun before."""
         flight, self._ahead = self._ahead or self._begin(), None
         if flight is None:
             self.scheduler.check()
             return []
-        if self.overlap and self.scheduler.steady:
+        if self.overlap:
             self._ahead = self._begin()
         flight.wait()
         return self._collector.collect(flight.plan, flight.step)

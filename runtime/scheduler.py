@@ -84,19 +84,16 @@ class Scheduler:
         """All that waits or runs."""
         return [*self.prefilling, *self.decoding, *self.waiting]
 
-    @property
-    def steady(self) -> bool:
-        """Whether the next plan does not wait for the last replay's results: all rows decode and
-        had their turn, one at least has tokens left, and no prompt can enter."""
-        enters = self.prefilling or (self.waiting and self._fits(self.waiting[0]))
-        return not (enters or self._owed) and any(map(_left, self.decoding))
-
     def next(self) -> Plan | None:
-        """Plan the next replay, or None if nothing can run. Follow it with `complete`."""
+        """Plan the next replay, or None if nothing can run. Follow it with `complete`.
+
+        The last replay's results need not be known: rows that ended in it are inert in this one.
+        """
         assert self._in_flight is None, "the last replay is not completed"
-        plan = None if self._owed else self._extend()
+        going = [sequence for sequence in self.decoding if _left(sequence)]
+        plan = None if self._owed else self._extend(going)
         if plan is None:
-            self._owed = self._owed or [sequence for sequence in self.decoding if _left(sequence)]
+            self._owed = self._owed or going
             plan = self._decode() if self._owed else None
         self._in_flight = plan
         return plan
@@ -157,13 +154,14 @@ class Scheduler:
         spanned = -(-(self._past + chunk - 1) // self._page) + 1
         return pages * self._has_full, min(pages, spanned, self._ring)
 
-    def _extend(self) -> Plan | None:
-        """A replay with prompt chunks in order of arrival, or None without any."""
+    def _extend(self, going: list[Sequence]) -> Plan | None:
+        """A replay with prompt chunks in order of arrival and rows that are `going` on, or None
+        without any chunk."""
         if not (prompts := len(self.prefilling) + len(self.waiting)):
             return None
         largest = self._extends[-1]
         rows = max(largest.rows - prompts, largest.rows // 2)
-        riders = min(len(self.decoding), largest.tokens // 2, rows)
+        riders = min(len(going), largest.tokens // 2, rows)
         plan, budget = Plan(largest), largest.tokens - riders
         for sequence in self._prompts():
             if budget == 0 or len(plan.slots) == largest.rows - riders:
@@ -173,9 +171,9 @@ class Scheduler:
             budget -= self._add_chunk(plan, sequence, budget)
         if not plan.slots:
             return None
-        riders = min(len(self.decoding), budget + riders, largest.rows - len(plan.slots))
-        self._owed = self.decoding[riders:]
-        self._add_decoding(plan, self.decoding[:riders])
+        riders = min(len(going), budget + riders, largest.rows - len(plan.slots))
+        self._owed = going[riders:]
+        self._add_decoding(plan, going[:riders])
         plan.tokens += [0] * riders
         plan.bucket = _smallest(self._extends, len(plan.tokens), len(plan.slots))
         return plan
@@ -198,9 +196,13 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Give the head of the queue its slot and reservations if they are there."""
-        if not self._fits(sequence):
-            return False
         full, window = self._needs(sequence)
+        if (
+            self.slots.available < 1
+            or self.full_pages.available < full
+            or self.window_pages.available < window
+        ):
+            return False
         assert self.waiting.popleft() is sequence, "the queue is served in order"
         self.slots.reserve(1)
         self.full_pages.reserve(full)
@@ -210,12 +212,6 @@ class Scheduler:
         self.prefilling.append(sequence)
         plan.admissions.append(sequence)
         return True
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether there is a slot, and all pages that the sequence can ever need."""
-        full, window = self._needs(sequence)
-        pages = self.full_pages.available >= full and self.window_pages.available >= window
-        return pages and self.slots.available > 0
 
     def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Add a row with up to `budget` prompt tokens; return how many."""

@@ -106,15 +106,16 @@ class Wire:
     """An upload that keeps what was sent; the buffer may be written only after `wait`."""
 
     def __init__(self, buffer: bytearray) -> None:
-        self.buffer, self.sent = buffer, [bytes(buffer)]
-        self.before = bytes(buffer)
+        self.buffer, self.sent, self.busy = buffer, [bytes(buffer)], False
 
     def wait(self) -> None:
-        assert bytes(self.buffer) == self.before, "written while it may still be read"
+        assert bytes(self.buffer) == self.sent[-1], "written while it may still be read"
+        self.busy = False
 
     def send(self) -> None:
-        self.before = bytes(self.buffer)
-        self.sent.append(self.before)
+        assert not self.busy, "written while it may still be read"
+        self.sent.append(bytes(self.buffer))
+        self.busy = True
 
 
 def test_what_is_sent_applies_nothing_twice() -> None:

@@ -33,7 +33,7 @@ def _sequence(spec: EngineSpec, prompt: int, new: int) -> Sequence:
 class Device:
     """Runs plans; `outputs` counts tokens by sequence, which end at their budget or at `stops`.
 
-    With `overlap`, a plan is made before the ends of the last one are known, wherever it may be.
+    With `overlap`, each plan is made before the ends of the last one are known.
     """
 
     def __init__(self, spec: EngineSpec, steps: int = 1, *, overlap: bool = False) -> None:
@@ -52,9 +52,8 @@ class Device:
         begun, self.ahead = self.ahead or self._begin(), None
         if begun is None:
             return None
-        if self.overlap and self.scheduler.steady:
+        if self.overlap:
             self.ahead = self._begin()
-            assert self.ahead, "a steady scheduler has a plan"
         plan, ended = begun
         for sequence in ended:
             if sequence.status is Status.RUNNING:
