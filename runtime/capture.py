@@ -101,7 +101,7 @@ class CapturedGraphs:
         return self._programs[name].run(self._inputs[name])
 
     def _capture(self, name: str, steps: int, memory: Any) -> None:
-        """Capture `steps` steps. `torch.cuda.graph` would collect garbage and synchronise each time."""
+        """Capture `steps` steps. `torch.cuda.graph` would synchronise and empty caches each time."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=memory)
         try:

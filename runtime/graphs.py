@@ -42,9 +42,12 @@ def open_programs(folder: Path, manifest: Manifest, device: str, steps: int = 1)
     capture wants it. A CUDA program holds its kernels; a CPU program calls the folder's library.
     `steps` is how many a decode replay may take, which CUDA graphs are captured for.
     """
-    index = torch.device(device).index if device != "cpu" else -1
+    index = -1
     if device == "cpu":
         load_ops(folder, manifest)
+    else:
+        torch.cuda.init()  # the loader does not begin torch's CUDA state
+        index = torch.device(device).index
     programs = {
         program.name: Package(str(folder / program.file), MODEL_NAME, True, 1, index)
         for program in manifest.programs
