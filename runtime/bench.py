@@ -221,7 +221,12 @@ def _process_age() -> float:
 def _about(device: torch.device) -> dict[str, Any]:
     """Where, and with what."""
     found = Environment.current()
-    versions = {"engine": found.engine, "python": platform.python_version(), "torch": found.torch}
+    versions = {
+        "engine": found.engine,
+        "python": platform.python_version(),
+        "torch": found.torch,
+        "cuda": found.cuda,
+    }
     if device.type == "cuda":
         import torch
 

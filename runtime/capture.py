@@ -79,6 +79,7 @@ class CapturedGraphs:
         self.outputs: dict[tuple[str, int], list[Tensor]] = {}
         self.timings = Timings()
         order = sorted(manifest.programs, key=lambda program: -program.bucket.tokens)
+        torch.cuda.synchronize(self._rings[0].device)  # memory was zeroed on another stream
         with torch.cuda.stream(self._stream):
             with self.timings.phase("warm up"):
                 for program in order:
