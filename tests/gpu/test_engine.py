@@ -233,6 +233,7 @@ def test_what_nobody_may_read_may_hold_nan(engine: Engine) -> None:
     for table, pages in (("full", engine.spec.pools.full_pages), ("window", 16)):
         for page in range(pages):
             engine.pool.poison_page("full" if table == "full" else "window", page)
+    torch.cuda.synchronize()  # replays are on another stream
     assert [c.choices for c in engine.generate(PROMPTS, GREEDY)] == [c.choices for c in before]
 
 
