@@ -11,13 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Manifest, ProgramEntry
 from inkling_engine.kernels.state import DTYPES, Layout, allocate_rows
-from inkling_engine.runtime.graphs import Runner, RunnerFactory
+from inkling_engine.runtime import debug
 from inkling_engine.runtime.metadata import RowInputs
 from inkling_engine.runtime.pool import StatePool, host_view
+from inkling_engine.runtime.replay import Loop, Replayer, RunnerFactory
 from inkling_engine.runtime.results import ResultRing
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
@@ -34,9 +36,10 @@ class Loaded:
     pool: StatePool
     rows: dict[str, RowInputs]
     results: ResultRing
-    runner: Runner
+    replayer: Replayer
     tokenizer: Tokenizer | None
     timings: Timings
+    steps: int = 1  # of one decode replay, at most
 
 
 def total_bytes(manifest: Manifest) -> int:
@@ -53,28 +56,38 @@ def assemble(
     make_runner: RunnerFactory,
     tokenizer: Tokenizer | None = None,
     timings: Timings | None = None,
+    *,
+    device: str = "cpu",
+    steps: int = 1,
 ) -> Loaded:
-    """Allocate pools and row buffers, bind every program's inputs, and make the runner."""
+    """Allocate pools and row buffers on `device`, bind every program's inputs, and make the runner.
+
+    Decode replays take up to `steps` steps.
+    """
     timings = timings or Timings()
     with timings.phase("pools"):
-        pool = StatePool(manifest, manifest.spec.device)
+        pool = StatePool(manifest, device)
         buffers = {
-            program.name: allocate_rows(program.rows, program.row_bytes, manifest.spec.device)
+            program.name: allocate_rows(program.rows, program.row_bytes, device)
             for program in manifest.programs
         }
     with timings.phase("bind"):
         inputs = {
-            program.name: _bind(program, manifest, weights, pool, buffers[program.name][1])
+            program.name: _bind(program, manifest, weights, pool, buffers[program.name][1], device)
             for program in manifest.programs
         }
-        runner = make_runner(manifest, inputs)
         rows = {
-            program.name: _row_inputs(program, buffers[program.name][0], manifest.spec.device)
+            program.name: _row_inputs(program, buffers[program.name][0])
             for program in manifest.programs
         }
-        rings = [pool.tensors["results_int"], pool.tensors["results_float"]]
-        results = _result_ring(*getattr(runner, "mirrors", rings))
-    return Loaded(manifest, pool, rows, results, runner, tokenizer, timings)
+    runner = make_runner(manifest, inputs)
+    timings.update(getattr(runner, "timings", {}))
+    rings = [pool.tensors["results_int"], pool.tensors["results_float"]]
+    results = _result_ring(*getattr(runner, "mirrors", rings))
+    replayer = runner if isinstance(runner, Replayer) else Loop(runner)
+    if debug.active():
+        replayer = debug.Checked(replayer, debug.address_check(inputs))
+    return Loaded(manifest, pool, rows, results, replayer, tokenizer, timings, steps)
 
 
 def _bind(
@@ -83,6 +96,7 @@ def _bind(
     weights: Mapping[str, Tensor],
     pool: StatePool,
     rows: Mapping[str, Tensor],
+    device: str,
 ) -> list[Tensor]:
     """The inputs of one program in call order."""
     expected: dict[str, Layout] = {}
@@ -98,7 +112,7 @@ def _bind(
     for name in program.inputs:
         assert name in expected, f"{program.name}: unknown input {name}"
         assert name in found, f"{program.name}: input {name} was not given"
-        _check(f"{program.name}: {name}", found[name], expected[name], manifest.spec.device)
+        _check(f"{program.name}: {name}", found[name], expected[name], device)
     return [found[name] for name in program.inputs]
 
 
@@ -107,19 +121,19 @@ def _check(name: str, tensor: Tensor, layout: Layout, device: str) -> None:
     shape = tuple(tensor.shape)
     assert shape == layout.shape, f"{name} has shape {shape}, not {layout.shape}"
     assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
-    assert tensor.device.type == device, f"{name} is on {tensor.device}, not {device}"
+    assert tensor.device == torch.device(device), f"{name} is on {tensor.device}, not {device}"
     assert not tensor.requires_grad, f"{name} requires a gradient"
     assert tensor.data_ptr() % INPUT_ALIGNMENT == 0, f"{name} is misaligned"
 
 
-def _row_inputs(program: ProgramEntry, buffer: Tensor, device: str) -> RowInputs:
+def _row_inputs(program: ProgramEntry, buffer: Tensor) -> RowInputs:
     """What the host fills: the program's own buffer, or for CUDA pinned memory that is sent."""
-    if device == "cpu":
+    if buffer.device.type == "cpu":
         return RowInputs(program, host_view(buffer))
-    from inkling_engine.runtime.capture import pinned, sender
+    from inkling_engine.runtime.capture import Upload, pinned
 
     host = pinned(buffer)
-    return RowInputs(program, host_view(host), sender(host, buffer))
+    return RowInputs(program, host_view(host), Upload(host, buffer))
 
 
 def _result_ring(ints: Tensor, floats: Tensor) -> ResultRing:

@@ -1,22 +1,26 @@
-"""CUDA: one captured graph a program, and the host's two windows on the device.
+"""CUDA: captured graphs, and the host's two windows on the device.
 
 Every bucket is warmed up and captured at load, largest first, in one memory pool; afterwards a
-step is one graph launch. The host fills pinned row buffers, which travel only when something
-changed, and reads the step's line of the result ring from a pinned mirror.
+replay is one graph launch. A decode bucket has a second graph where replays of several steps are
+asked for: its step captured so often in a row. The host fills pinned row buffers, which travel only
+when something changed, and reads the replay's lines of the result ring from a pinned mirror.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.graphs import Package
+from inkling_engine.runtime.timing import Timings
 
-WARM_UPS = 3  # a first run loads kernels and makes library handles, which capture forbids
+WARM_UPS = 2  # the first run loads kernels and makes library handles, which capture forbids
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -24,88 +28,120 @@ def pinned(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def step_stream() -> torch.cuda.Stream:
-    """The one stream on which an engine's copies and replays follow one another."""
-    return _stream_of(torch.cuda.current_device())
-
-
 @functools.cache
-def _stream_of(device: int) -> torch.cuda.Stream:
+def step_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of `device` on which copies and replays follow one another."""
     return torch.cuda.Stream(device)
 
 
-def sender(host: Tensor, device: Tensor) -> Callable[[], None]:
-    """What sends pinned `host` to `device` in stream order, without waiting."""
+class Upload:
+    """Sends pinned `host` to `device` in stream order, without waiting."""
 
-    def send() -> None:
-        with torch.cuda.stream(step_stream()):
-            device.copy_(host, non_blocking=True)
+    def __init__(self, host: Tensor, device: Tensor) -> None:
+        """Nothing is sent yet."""
+        self._host, self._device = host, device
+        self._stream, self._sent = step_stream(device.device), torch.cuda.Event()
 
-    return send
+    def send(self) -> None:
+        """Send all of it."""
+        with torch.cuda.stream(self._stream):
+            self._device.copy_(self._host, non_blocking=True)
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Until the last sending is over, and the host may write again."""
+        self._sent.synchronize()
 
 
 class CapturedGraphs:
-    """The engine's programs as graphs; `run` replays one and fetches its result line."""
+    """The engine's programs as graphs; `replay` launches one and fetches its result lines."""
+
+    overlaps = True
 
     def __init__(
         self,
         manifest: Manifest,
         programs: Mapping[str, Package],
         inputs: Mapping[str, list[Tensor]],
-        rings: Sequence[Tensor],
-        counter: Tensor,
+        steps: int = 1,
     ) -> None:
-        """Warm up and capture every program over its bound inputs.
-
-        `rings` are the result pools that the host reads, `counter` counts the steps.
-        """
-        self._stream, self._inputs, self._rings = step_stream(), inputs, rings
-        self.mirrors = [pinned(ring) for ring in rings]
-        self._done, self._steps = torch.cuda.Event(), 0
-        self._addresses = {n: [t.data_ptr() for t in tensors] for n, tensors in inputs.items()}
-        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self.outputs: dict[str, list[Tensor]] = {}
+        """Warm up and capture every program over its bound inputs; decode buckets also `steps`
+        times in one graph."""
+        first = manifest.programs[0]
+        named = dict(zip(first.inputs, inputs[first.name], strict=True))
+        self._rings = [named["pools.results_int"], named["pools.results_float"]]
+        self._stream = step_stream(self._rings[0].device)
+        self.mirrors = [pinned(ring) for ring in self._rings]
+        self._ended = torch.cuda.Event(), torch.cuda.Event()
+        self._steps = self._replays = 0
+        self._programs, self._inputs = programs, inputs
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+        self.outputs: dict[tuple[str, int], list[Tensor]] = {}
+        self.timings = Timings()
         order = sorted(manifest.programs, key=lambda program: -program.bucket.tokens)
+        torch.cuda.synchronize(self._rings[0].device)  # memory was zeroed on another stream
         with torch.cuda.stream(self._stream):
-            for program in order:
-                for _ in range(WARM_UPS):
-                    programs[program.name].run(inputs[program.name])
+            with self.timings.phase("warm up"):
+                for program in order:
+                    for _ in range(WARM_UPS):
+                        self.run(program.name)
+                self._stream.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            memory = torch.cuda.graph_pool_handle()
+            with self.timings.phase("capture"):
+                for program in order:
+                    self._capture(program.name, 1, memory)
+                    if steps > 1 and program.bucket.kind == "decode":
+                        self._capture(program.name, steps, memory)
+            named["pools.step_counter"].zero_()  # warm-ups ran inert steps, which it counted
         self._stream.synchronize()
-        memory = torch.cuda.graph_pool_handle()
-        for program in order:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, stream=self._stream):
-                self.outputs[program.name] = programs[program.name].run(inputs[program.name])
-            self._graphs[program.name] = graph
-        counter.zero_()  # warm-ups ran inert steps, which it counted
-        torch.cuda.synchronize()
 
-    def run(self, name: str) -> None:
-        """Replay program `name` and wait for its result line."""
-        line = self._steps % self._rings[0].shape[0]
-        self._steps += 1
+    def run(self, name: str) -> list[Tensor]:
+        """One step of program `name` as it is, on the current stream; its outputs."""
+        return self._programs[name].run(self._inputs[name])
+
+    def _capture(self, name: str, steps: int, memory: Any) -> None:
+        """Capture `steps` steps. `torch.cuda.graph` would synchronise and empty caches each time."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=memory)
+        try:
+            for _ in range(steps):
+                self.outputs[name, steps] = self.run(name)
+        finally:
+            graph.capture_end()
+        self._graphs[name, steps] = graph
+
+    def replay(self, name: str, steps: int) -> Callable[[], None]:
+        """Launch `steps` steps of program `name`; the result waits for their result lines. Its
+        event is used again by the replay after next."""
+        ended = self._ended[self._replays % 2]
         with torch.cuda.stream(self._stream):
-            self._graphs[name].replay()
-            for mirror, ring in zip(self.mirrors, self._rings, strict=True):
-                mirror[line].copy_(ring[line], non_blocking=True)
-            self._done.record()
-        self._done.synchronize()
+            self._graphs[name, steps].replay()
+            for lines in self._lines(steps):
+                for mirror, ring in zip(self.mirrors, self._rings, strict=True):
+                    mirror[lines].copy_(ring[lines], non_blocking=True)
+            ended.record()
+        self._replays += 1
+        self._steps += steps
+        return ended.synchronize
 
-    def check_addresses(self) -> None:
-        """Assert that no input of any graph has moved since it was captured."""
-        for name, tensors in self._inputs.items():
-            found = [tensor.data_ptr() for tensor in tensors]
-            assert found == self._addresses[name], f"an input of {name} moved after capture"
+    def _lines(self, steps: int) -> Iterator[slice]:
+        """The ring lines of the next `steps` steps: one piece, or two where the ring ends."""
+        count = self._rings[0].shape[0]
+        start = self._steps % count
+        yield slice(start, min(start + steps, count))
+        if start + steps > count:
+            yield slice(0, start + steps - count)
 
 
 def capture(
-    manifest: Manifest, programs: Mapping[str, Package], inputs: Mapping[str, list[Tensor]]
+    manifest: Manifest,
+    programs: Mapping[str, Package],
+    inputs: Mapping[str, list[Tensor]],
+    steps: int,
 ) -> CapturedGraphs:
-    """Capture all programs; the result pools are found among their inputs."""
-    # Products that a program leaves to the library follow these flags of the process.
+    """Capture all programs, under the flags that products left to a library follow."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    first = manifest.programs[0]
-    named = dict(zip(first.inputs, inputs[first.name], strict=True))
-    rings = [named["pools.results_int"], named["pools.results_float"]]
-    return CapturedGraphs(manifest, programs, inputs, rings, named["pools.step_counter"])
+    return CapturedGraphs(manifest, programs, inputs, steps)

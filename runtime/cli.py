@@ -17,6 +17,7 @@ import click
 
 from inkling_engine.runtime.errors import FailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
+    LOAD_NAMES,
     load_options,
     parse_ids,
     sampling_options,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from inkling_engine.runtime.requests import Prompt
 
 Folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+_COUNT, _MANY = click.IntRange(1), click.IntRange(2)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -80,7 +82,7 @@ def generate(
     """Continue a prompt."""
     from inkling_engine.runtime.generate import run_prompt, stream_prompt
 
-    load = {name: values.pop(name) for name in ("random_weights", "memory", "log_level")}
+    load = {name: values.pop(name) for name in LOAD_NAMES}
     request = _prompt(prompt, prompt_ids), sampling_params(values)
     if stream:
         if as_json or request[1].n > 1:
@@ -93,6 +95,25 @@ def generate(
     if timings:
         result["timings"] = seconds
     _print_result(result, as_json=as_json, streamed=stream)
+
+
+@command.command()
+@Folder
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Prompts at a time.")
+@click.option("--context", type=_COUNT, default=128, show_default=True, help="Prompt's tokens.")
+@click.option("--tokens", type=_MANY, default=128, show_default=True, help="Tokens to generate.")
+@click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Runs of each loop.")
+@load_options
+@JSON
+def bench(
+    folder: Path, batch: int, context: int, tokens: int, repeat: int, as_json: bool, **load: Any
+) -> None:
+    """Measure load, prefill and decode."""
+    from inkling_engine.runtime.bench import Work, measure, render
+
+    work = Work(batch=batch, context=context, tokens=tokens, repeat=repeat)
+    report = measure(folder, work, **_loading(load))
+    click.echo(_encode(report) if as_json else render(report))
 
 
 @command.command("attach-weights")
@@ -137,7 +158,7 @@ def _loading(values: dict[str, Any]) -> dict[str, Any]:
     """Set up logging, and keep what `Engine.load` takes."""
     level = values.pop("log_level").upper()
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s: %(message)s")
-    return values
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _write(text: str) -> None:

@@ -1,8 +1,9 @@
 """`Engine`: requests in, tokens out. Load a folder once, then submit and step, or just generate.
 
-One step is: plan, fill the row buffer, replay the bucket, read its line of the result ring, hand
+One step is: plan, fill the row buffer, replay the bucket, read its lines of the result ring, hand
 tokens to their sequences. Sampling, stop ids and budgets live in the replayed program; only what
-needs text (stop strings) is decided here. All calls may come from any thread: a lock keeps steps,
+needs text (stop strings) is decided on the host. On a GPU the next replay is begun before the last
+one's results are read (`overlap`). All calls may come from any thread: a lock keeps steps,
 submissions and aborts apart.
 """
 
@@ -12,12 +13,13 @@ import asyncio
 import itertools
 import secrets
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.collect import Collector
 from inkling_engine.runtime.encode import encode_params
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.loader import LoadOptions, load
@@ -25,10 +27,8 @@ from inkling_engine.runtime.requests import (
     Completion,
     Delta,
     Feed,
-    FinishReason,
     Prompt,
     Request,
-    Sequence,
     Status,
     open_request,
     pair_prompts,
@@ -40,13 +40,15 @@ from inkling_engine.runtime.tokens import TextStream
 
 if TYPE_CHECKING:
     from inkling_engine.runtime.binding import Loaded
-    from inkling_engine.runtime.graphs import Runner, RunnerFactory
+    from inkling_engine.runtime.replay import Replayer, RunnerFactory
 
-_REASONS: dict[int, FinishReason] = {
-    Finish.STOP: "stop",
-    Finish.LENGTH: "length",
-    Finish.NON_FINITE: "error",
-}
+
+class Flight(NamedTuple):
+    """A replay that has begun: its plan, its first step's number, and what waits for its end."""
+
+    plan: Plan
+    step: int
+    wait: Callable[[], None]
 
 
 class Engine:
@@ -56,10 +58,12 @@ class Engine:
         """Run on what `loader.load` or `binding.assemble` made."""
         self.manifest, self.spec = loaded.manifest, loaded.manifest.spec
         self.pool, self.tokenizer, self.timings = loaded.pool, loaded.tokenizer, loaded.timings
-        self._rows, self._results = loaded.rows, loaded.results
-        self._runner: Runner | None = loaded.runner
-        self._names = {program.bucket: program.name for program in loaded.manifest.programs}
-        self.scheduler = Scheduler(self.spec)
+        self._rows, self._names = loaded.rows, {p.bucket: p.name for p in loaded.manifest.programs}
+        self._replayer: Replayer | None = loaded.replayer
+        self.scheduler = Scheduler(self.spec, loaded.steps)
+        self._collector = Collector(loaded.results, self.scheduler, self.tokenizer)
+        self.overlap = loaded.replayer.overlaps and 2 * loaded.steps <= self.spec.pools.results
+        self._ahead: Flight | None = None
         self.steps = 0
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -74,13 +78,21 @@ class Engine:
         random_weights: int | None = None,
         memory: float | None = None,
         programs: RunnerFactory | None = None,
+        steps_per_replay: int = 1,
+        device_index: int = 0,
     ) -> Self:
         """Open the engine in `folder`; see `loader.LoadOptions` for the keywords.
 
         Seconds by phase are in `timings`. Raises a UserError that says what to do next:
         IncompatibleError, CorruptError, DoesNotFitError or UsageError.
         """
-        options = LoadOptions(random_weights=random_weights, memory=memory, programs=programs)
+        options = LoadOptions(
+            random_weights=random_weights,
+            memory=memory,
+            programs=programs,
+            steps_per_replay=steps_per_replay,
+            device_index=device_index,
+        )
         return cls(load(Path(folder), options))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
@@ -88,8 +100,9 @@ class Engine:
         return self._submit([prompt], [params])[0]
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that it finished. Without work nothing happens."""
-        with self._lock:
+        """Run one replay; return the requests that it finished. Without work nothing happens."""
+        timed = nullcontext() if self._collector.tokens else self.timings.phase("first token")
+        with self._lock, timed:
             if self._closed:
                 raise self._closed
             try:
@@ -104,7 +117,7 @@ class Engine:
         with self._lock:
             for sequence in request.sequences:
                 if sequence.status is not Status.FINISHED and not self._closed:
-                    self._finish(sequence, "abort")
+                    self._collector.finish(sequence, "abort")
 
     def generate(
         self,
@@ -162,11 +175,13 @@ class Engine:
         with self._lock:
             if not self._closed:
                 for sequence in self.scheduler.unfinished():
-                    self._finish(sequence, "abort")
+                    self._collector.finish(sequence, "abort")
                 self._closed = FailedError("engine", "closed", "an open engine", "load it again")
+                if self._ahead:
+                    self._ahead.wait()
             self._rows.clear()
             self.pool.tensors.clear()
-            self._runner = None
+            self._replayer = self._ahead = None
 
     def __enter__(self) -> Self:
         """The engine itself; leaving the block closes it."""
@@ -207,66 +222,27 @@ class Engine:
         return request
 
     def _step(self) -> list[Request]:
-        if (plan := self.scheduler.next()) is None:
+        """Collect a replay. In `overlap`, the one after it is begun before."""
+        flight, self._ahead = self._ahead or self._begin(), None
+        if flight is None:
             self.scheduler.check()
             return []
+        if self.overlap:
+            self._ahead = self._begin()
+        flight.wait()
+        return self._collector.collect(flight.plan, flight.step)
+
+    def _begin(self) -> Flight | None:
+        """Plan and start the next replay, if there is one."""
+        if (plan := self.scheduler.next()) is None:
+            return None
+        assert self._replayer is not None
         name = self._names[plan.bucket]
         self._rows[name].fill(plan)
-        assert self._runner is not None
-        self._runner.run(name)
+        flight = Flight(plan, self.steps, self._replayer.replay(name, plan.steps))
         self.scheduler.complete()
-        step, self.steps = self.steps, self.steps + 1
-        return self._collect(plan, step)
-
-    def _collect(self, plan: Plan, step: int) -> list[Request]:
-        """Hand a completed step's tokens to their sequences; return the requests that ended."""
-        results, finished = self._results, []
-        places = results.rows(step, len(plan.sequences))
-        for sequence, flag, at in zip(plan.sequences, plan.flags, places, strict=True):
-            if not flag & SAMPLE:
-                continue
-            slot, token, code = results.ints[at : at + 3]
-            assert slot == sequence.slot, "the result line belongs to another slot"
-            if code == Finish.NON_FINITE:
-                self._finish(sequence, "error")
-            else:
-                if sequence.logprobs is not None:
-                    top = sequence.params.logprobs or 0
-                    sequence.logprobs.append(results.logprob(at, top))
-                sequence.tokens.append(token)
-                if code or sequence.stream:
-                    self._advance_text(sequence, token, code)
-            if sequence.finish_reason and sequence.request.finished:
-                finished.append(sequence.request)
-        return finished
-
-    def _advance_text(self, sequence: Sequence, token: int, code: int) -> None:
-        """Add a token to the text, and end the sequence if it or the text says so."""
-        params, stream = sequence.params, sequence.stream
-        ended = code == Finish.STOP
-        if stream and not (ended and not params.include_stop_str_in_output):
-            may_stop = len(sequence.tokens) > params.min_tokens
-            if stop := stream.push(token, may_stop=may_stop):
-                self._finish(sequence, "stop", stop)
-                return
-        if code:
-            listed = ended and token in (params.stop_token_ids or ())
-            self._finish(sequence, _REASONS[code], token if listed else None)
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
-    ) -> None:
-        """End a sequence: its text becomes final, its slot and pages are free."""
-        self.scheduler.release(sequence)
-        if sequence.stream:
-            cut = isinstance(stop_reason, str)
-            sequence.text = sequence.stream.text if cut else sequence.stream.close()
-        elif self.tokenizer and sequence.params.detokenize:
-            hidden = reason == "stop" and not sequence.params.include_stop_str_in_output
-            ids = sequence.tokens[:-1] if hidden else sequence.tokens
-            skip = sequence.params.skip_special_tokens
-            sequence.text = self.tokenizer.decode(ids, skip_special_tokens=skip)
-        sequence.finish(reason, stop_reason)
+        self.steps += plan.steps
+        return flight
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         feed = Feed(request)

@@ -1,13 +1,14 @@
 """From an engine folder to something that runs, in checked phases, each timed.
 
-manifest -> compatibility -> digests -> (a probe in a child process) -> weights -> programs ->
-pools -> bind. No native code of the folder is opened here before its digests hold and the probe
-has come back. Torch is imported on the way, as a phase of its own.
+manifest -> compatibility -> digests -> (a probe in a child process) -> torch and the device's
+context -> weights -> programs -> pools -> bind -> (warm-up and capture). No native code of the
+folder is opened here before its digests hold and the probe has come back, or is remembered.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +17,16 @@ from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.compat import Environment, machine_memory, require
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import open_manifest, verify_files
-from inkling_engine.runtime import probe
+from inkling_engine.runtime import debug, probe
 from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from inkling_engine.runtime.binding import Loaded
-    from inkling_engine.runtime.graphs import RunnerFactory
+    from inkling_engine.runtime.replay import RunnerFactory
 
 log = logging.getLogger("inkling_engine.load")
 
@@ -35,46 +38,86 @@ class LoadOptions:
     random_weights: seed to draw weights with, for engines that have none. memory: the most that
     the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
     now. programs: makes what runs the steps in place of the folder's programs (then no native
-    code of the folder is opened).
+    code of the folder is opened). steps_per_replay: how many tokens a replay of decoding rows
+    takes while no prompt waits; the same tokens come, in larger portions. device_index: which of
+    the GPUs that CUDA shows.
     """
 
     random_weights: int | None = None
     memory: float | None = None
     programs: RunnerFactory | None = None
+    steps_per_replay: int = 1
+    device_index: int = 0
 
 
 def load(folder: Path, options: LoadOptions) -> Loaded:
     """Open, check and bind the engine in `folder`; every refusal is a UserError."""
     timings = Timings()
     manifest = _open(folder, options, timings)
-    child = None if options.programs else probe.start(folder)
+    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{options.device_index}"
+    known = not debug.active() and probe.remembers(manifest)
+    child = None if options.programs or known else probe.start(folder, name)
     try:
         with timings.phase("import"):
             import torch
 
-            from inkling_engine.runtime import binding, graphs, weights
-        device = manifest.spec.device
-        if device == "cuda" and not torch.cuda.is_available():
-            remedy = "run it where an NVIDIA GPU and its driver are"
-            raise IncompatibleError("device", "no usable CUDA device", "a GPU", remedy)
-        _require_memory(binding.total_bytes(manifest), options.memory, device)
-        torch.set_num_threads(manifest.spec.threads)
-        with timings.phase("weights"):
-            if options.random_weights is None:
-                values = weights.read_weights(folder / layout.weights_file(0), manifest, device)
-            else:
-                values = weights.random_weights(manifest, options.random_weights, device)
-        with timings.phase("probe"):
-            if child:
-                probe.finish(child, folder)
-    except BaseException:
-        if child:
+            from inkling_engine.runtime import binding, graphs
+        _require_device(manifest.spec.device, options.device_index)
+        here = nullcontext() if name == "cpu" else torch.cuda.device(options.device_index)
+        with here:
+            if name != "cpu":
+                with timings.phase("context"):
+                    torch.cuda.synchronize()
+            _require_memory(binding.total_bytes(manifest), options.memory, manifest.spec.device)
+            torch.set_num_threads(manifest.spec.threads)
+            values = _weights(folder, manifest, options, name, timings)
+            with timings.phase("probe"):
+                if child:
+                    probe.finish(child, folder)
+                    probe.remember(manifest)
+            with timings.phase("programs"):
+                steps = options.steps_per_replay
+                opened = options.programs or graphs.open_programs(folder, manifest, name, steps)
+                tokenizer = Tokenizer.open(folder)
+            return binding.assemble(
+                manifest, values, opened, tokenizer, timings, device=name, steps=steps
+            )
+    finally:
+        if child and child.returncode is None:
             probe.stop(child)
-        raise
-    with timings.phase("programs"):
-        make_runner = options.programs or graphs.open_programs(folder, manifest)
-        tokenizer = Tokenizer.open(folder)
-    return binding.assemble(manifest, values, make_runner, tokenizer, timings)
+
+
+def _weights(
+    folder: Path, manifest: Manifest, options: LoadOptions, device: str, timings: Timings
+) -> dict[str, Tensor]:
+    """The rank's weights on `device`, read or drawn."""
+    import torch
+
+    from inkling_engine.runtime import weights
+
+    with timings.phase("weights"):
+        if options.random_weights is None:
+            values = weights.read_weights(folder / layout.weights_file(0), manifest, device)
+        else:
+            values = weights.random_weights(manifest, options.random_weights, device)
+        if device != "cpu":
+            torch.cuda.synchronize()
+    size, seconds = sum(value.nbytes for value in values.values()) / 1e9, timings["weights"]
+    log.info("weights: %.3f GB in %.3f s, %.2f GB/s", size, seconds, size / seconds)
+    return values
+
+
+def _require_device(kind: str, index: int) -> None:
+    """Raise unless the engine's device is here, and number `index` of it."""
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        remedy = "run it where an NVIDIA GPU and its driver are"
+        raise IncompatibleError("device", "no usable CUDA device", "a GPU", remedy)
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if not 0 <= index < count:
+        expected = f"0 to {count - 1}, of {count} {kind} device(s)"
+        raise UsageError("--device-index", index, expected, "choose one that is there")
 
 
 def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
@@ -93,6 +136,10 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
     if manifest.spec.tp != 1:
         found, remedy = f"tp {manifest.spec.tp}", "build the engine with --tp 1"
         raise IncompatibleError("engine target", found, "tp 1 in this version", remedy)
+    most = min(manifest.spec.pools.results, 2 * manifest.spec.page_size)  # lines of a replay
+    if not 1 <= options.steps_per_replay <= most:
+        remedy = "choose fewer steps"
+        raise UsageError("--steps-per-replay", options.steps_per_replay, f"1 to {most}", remedy)
     with timings.phase("digests"):
         verify_files(folder, manifest)
     if not manifest.weights and options.random_weights is None:

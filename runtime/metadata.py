@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from inkling_engine.artifacts.manifest import ProgramEntry
 from inkling_engine.kernels import table
@@ -19,11 +18,21 @@ from inkling_engine.runtime.requests import Sequence
 from inkling_engine.runtime.scheduler import Plan
 
 
+class Upload(Protocol):
+    """Sends a buffer to where the program reads it, without waiting for the program."""
+
+    def send(self) -> None:
+        """Begin to send."""
+
+    def wait(self) -> None:
+        """Until the last sending is over."""
+
+
 class RowInputs:
     """The row inputs of one bucket. `fill` makes them say what a plan says."""
 
     def __init__(
-        self, entry: ProgramEntry, buffer: memoryview, upload: Callable[[], None] | None = None
+        self, entry: ProgramEntry, buffer: memoryview, upload: Upload | None = None
     ) -> None:
         """Make views into `buffer`, `entry.row_bytes` zeroed bytes that live as long as this.
 
@@ -47,14 +56,16 @@ class RowInputs:
             first = next(row.offset for row in entry.rows if row.name == "admit_ints")
             self._one_shot = buffer[first:]
         self._zeros = bytes(len(self._one_shot))
-        self._sent = False
 
     def fill(self, plan: Plan) -> bool:
         """Write what `plan` changes; return whether anything was written."""
-        if self._sent:
-            self._one_shot[:] = self._zeros
         rows = (plan.slots, plan.counts, plan.flags)
         changed = rows != self._last
+        if not (changed or plan.tokens or plan.pages):
+            return False
+        if self._upload:
+            self._upload.wait()
+            self._one_shot[:] = self._zeros
         if changed:
             self._last = rows
             padding = [0] * (self._rows - len(plan.slots))
@@ -68,11 +79,9 @@ class RowInputs:
         if plan.pages:
             flat = [number for update in plan.pages for number in update]
             self._pages[: len(flat)] = array("i", flat)
-        written = bool(changed or plan.tokens or plan.pages)
-        self._sent = bool(self._upload and (plan.tokens or plan.pages))
-        if self._upload and written:
-            self._upload()
-        return written
+        if self._upload:
+            self._upload.send()
+        return True
 
     def _admit(self, line: int, sequence: Sequence) -> None:
         start = line * self._ints_width

@@ -35,6 +35,10 @@ _LOAD = (
     click.option("--random-weights", metavar="SEED", type=int, help="Draw weights with this seed."),
     click.option("--memory", callback=_memory, help="Most memory to take: bytes or a fraction."),
     click.option(
+        "--steps-per-replay", type=int, help="Tokens a row of one decode replay. Default 1."
+    ),
+    click.option("--device-index", type=int, help="Which of the visible GPUs. Default 0."),
+    click.option(
         "--log-level",
         type=click.Choice(_LEVELS),
         default="warning",
@@ -42,6 +46,7 @@ _LOAD = (
         help="What to log on stderr.",
     ),
 )
+LOAD_NAMES = ("random_weights", "memory", "steps_per_replay", "device_index", "log_level")
 _SAMPLING = (
     click.option("--n", type=int, help="Independent choices. Default 1."),
     click.option("--temperature", type=float, help="0 is greedy. Default 1."),

@@ -5,7 +5,7 @@ decoding rows ride along; decoding rows that find no place follow in decode repl
 round, so every running sequence advances once a round. Admission reserves all pages that a
 sequence can ever need, so nothing running waits for memory; pages are taken as it grows. Pages of
 window layers sit in a ring and return when no later token can see them. Slot 0 and page 0 are
-never handed out. What a replay names is reused only after `complete`.
+never handed out. Replays run in the order of their plans, so what one gives back the next may name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Plan:
 
     `tokens` holds the rows' token ids, packed in row order, or nothing if all rows take theirs
     from the request table; `admissions` are the sequences that enter their slot with this replay;
-    `pages` are (table, slot, index, page) lines.
+    `pages` are (table, slot, index, page) lines. Rows that go on from their last sampled token do
+    so `steps` times; one that ends on the way is inert for the rest.
     """
 
     bucket: Bucket
@@ -38,14 +39,15 @@ class Plan:
     tokens: list[int] = field(default_factory=list)
     admissions: list[Sequence] = field(default_factory=list)
     pages: list[tuple[int, int, int, int]] = field(default_factory=list)
+    steps: int = 1
 
 
 class Scheduler:
     """Owner of free slots and pages, and of the order in which sequences run."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Set up from an engine's buckets and pool sizes."""
-        pools, shape = spec.pools, spec.shape
+    def __init__(self, spec: EngineSpec, steps: int = 1) -> None:
+        """Set up from an engine's buckets and pool sizes; `steps` is the most of one replay."""
+        pools, shape, self.steps = spec.pools, spec.shape, steps
         by_size = sorted(spec.buckets, key=lambda bucket: (bucket.tokens, bucket.rows))
         self._extends = [bucket for bucket in by_size if bucket.kind == "extend"]
         self._decodes = [bucket for bucket in by_size if bucket.kind == "decode"]
@@ -83,20 +85,25 @@ class Scheduler:
         return [*self.prefilling, *self.decoding, *self.waiting]
 
     def next(self) -> Plan | None:
-        """Plan the next replay, or None if nothing can run. Follow it with `complete`."""
+        """Plan the next replay, or None if nothing can run. Follow it with `complete`.
+
+        The last replay's results need not be known: rows that ended in it are inert in this one.
+        """
         assert self._in_flight is None, "the last replay is not completed"
-        plan = None if self._owed else self._extend()
+        going = [sequence for sequence in self.decoding if _left(sequence)]
+        plan = None if self._owed else self._extend(going)
         if plan is None:
-            self._owed = self._owed or self.decoding.copy()
+            self._owed = self._owed or going
             plan = self._decode() if self._owed else None
         self._in_flight = plan
         return plan
 
     def complete(self) -> None:
-        """Account for the planned replay once it has run: lengths advance, dead pages return."""
+        """Account for the planned replay, which has begun: lengths advance, dead pages return."""
         plan, self._in_flight = self._in_flight, None
         assert plan is not None, "nothing was planned"
         for sequence, count in zip(plan.sequences, plan.counts, strict=True):
+            count = min(count * plan.steps, _left(sequence))
             length = sequence.length = sequence.length + count
             if length == len(sequence.prompt):
                 self.prefilling.remove(sequence)
@@ -105,8 +112,8 @@ class Scheduler:
                 self._free_window(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Take back all that a sequence holds, or its place in the queue. Not while in flight."""
-        assert self._in_flight is None, "a replay that names the sequence may be running"
+        """Take back all that a sequence holds, or its place in the queue. Not before `complete`."""
+        assert self._in_flight is None, "a replay that names the sequence is about to begin"
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
             return
@@ -143,17 +150,18 @@ class Scheduler:
     def _needs(self, sequence: Sequence) -> tuple[int, int]:
         """Most pages of full and of window layers that the sequence holds at once."""
         pages = -(-sequence.total // self._page)
-        chunk = min(len(sequence.prompt), self._extends[-1].tokens)
+        chunk = max(min(len(sequence.prompt), self._extends[-1].tokens), self.steps)
         spanned = -(-(self._past + chunk - 1) // self._page) + 1
         return pages * self._has_full, min(pages, spanned, self._ring)
 
-    def _extend(self) -> Plan | None:
-        """A replay with prompt chunks in order of arrival, or None without any."""
+    def _extend(self, going: list[Sequence]) -> Plan | None:
+        """A replay with prompt chunks in order of arrival and rows that are `going` on, or None
+        without any chunk."""
         if not (prompts := len(self.prefilling) + len(self.waiting)):
             return None
         largest = self._extends[-1]
         rows = max(largest.rows - prompts, largest.rows // 2)
-        riders = min(len(self.decoding), largest.tokens // 2, rows)
+        riders = min(len(going), largest.tokens // 2, rows)
         plan, budget = Plan(largest), largest.tokens - riders
         for sequence in self._prompts():
             if budget == 0 or len(plan.slots) == largest.rows - riders:
@@ -163,9 +171,9 @@ class Scheduler:
             budget -= self._add_chunk(plan, sequence, budget)
         if not plan.slots:
             return None
-        riders = min(len(self.decoding), budget + riders, largest.rows - len(plan.slots))
-        self._owed = self.decoding[riders:]
-        self._add_decoding(plan, self.decoding[:riders])
+        riders = min(len(going), budget + riders, largest.rows - len(plan.slots))
+        self._owed = going[riders:]
+        self._add_decoding(plan, going[:riders])
         plan.tokens += [0] * riders
         plan.bucket = _smallest(self._extends, len(plan.tokens), len(plan.slots))
         return plan
@@ -177,10 +185,12 @@ class Scheduler:
             yield self.waiting[0]
 
     def _decode(self) -> Plan:
-        """A replay of the next owed rows."""
+        """A replay of the next owed rows: of many steps, unless a prompt waits or a ring is full."""
         most = self._decodes[-1].rows
         rows, self._owed = self._owed[:most], self._owed[most:]
         plan = Plan(_smallest(self._decodes, len(rows), len(rows)))
+        fits = all(self._room(row) >= min(self.steps, _left(row)) for row in rows)
+        plan.steps = self.steps if fits and not (self.waiting or self.prefilling) else 1
         self._add_decoding(plan, rows)
         return plan
 
@@ -206,9 +216,7 @@ class Scheduler:
     def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Add a row with up to `budget` prompt tokens; return how many."""
         start, prompt = sequence.length, sequence.prompt
-        count = min(budget, len(prompt) - start)
-        if self._ring:  # later pages would overwrite ring entries that the chunk still reads
-            count = min(count, (sequence.window_first + self._ring) * self._page - start)
+        count = min(budget, len(prompt) - start, self._room(sequence))
         self._grow(plan, sequence, start + count)
         plan.sequences.append(sequence)
         plan.slots.append(sequence.slot)
@@ -220,12 +228,18 @@ class Scheduler:
     def _add_decoding(self, plan: Plan, rows: list[Sequence]) -> None:
         """Add one-token rows that go on from their last sampled token."""
         for sequence in rows:
-            if sequence.length == sequence.capacity:
-                self._grow(plan, sequence, sequence.length + 1)
+            length = sequence.length + min(plan.steps, _left(sequence))
+            if length > sequence.capacity:
+                self._grow(plan, sequence, length)
         plan.sequences += rows
         plan.slots += [sequence.slot for sequence in rows]
         plan.counts += [1] * len(rows)
         plan.flags += [SAMPLE | FROM_TABLE] * len(rows)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that one replay may add: later pages would overwrite ring entries still read."""
+        end = (sequence.window_first + self._ring) * self._page
+        return end - sequence.length if self._ring else sequence.total
 
     def _grow(self, plan: Plan, sequence: Sequence, length: int) -> None:
         """Take the pages that `length` tokens need."""
@@ -246,6 +260,11 @@ class Scheduler:
             self.window_pages.give(sequence.window_pages.popleft())
             self.window_pages.reserve(1)
             sequence.window_first += 1
+
+
+def _left(sequence: Sequence) -> int:
+    """Tokens that a sequence has yet to process; its last one is sampled and never processed."""
+    return sequence.total - 1 - sequence.length
 
 
 def _smallest(buckets: list[Bucket], tokens: int, rows: int) -> Bucket:

@@ -16,6 +16,7 @@ from inkling_engine.artifacts.compat import Environment, require
 from inkling_engine.artifacts.golden import Golden, GoldenCase
 from inkling_engine.artifacts.layout import GOLDEN_FILE
 from inkling_engine.artifacts.store import open_manifest, verify_files
+from inkling_engine.runtime import probe
 from inkling_engine.runtime.errors import CorruptError, FailedError
 from inkling_engine.runtime.requests import Choice
 from inkling_engine.runtime.sampling import SamplingParams
@@ -36,6 +37,7 @@ def verify_engine(
         return {"digests": "ok", "golden": "not run: programs only (attach-weights adds weights)"}
     from inkling_engine.runtime.engine import Engine
 
+    probe.forget(manifest)
     with Engine.load(folder, random_weights=random_weights, **load) as engine:
         if random_weights is not None:
             return {"digests": "ok", "drawn": _run_drawn(engine)}

@@ -25,6 +25,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 ROOT = Path(__file__).resolve().parent.parent
+_AFTER = ("first token", "generate")  # phases that are no part of a load
 BATCHES, PROMPT, FEW, MANY, LONG_PROMPT = (1, 8), 64, 8, 72, 1024
 
 Generate = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
@@ -178,7 +179,7 @@ def load_phases(folder: Path, repeats: int = 3) -> dict[str, float]:
         *["--prompt-ids", "1", "--max-tokens", "1", "--timings", "--json"],
     ]
     runs = [json.loads(run_command("runtime", *command))["timings"] for _ in range(repeats)]
-    return {name: median(run[name] for run in runs) for name in runs[0] if name != "generate"}
+    return {name: median(run[name] for run in runs) for name in runs[0] if name not in _AFTER}
 
 
 def command_time(room: str, *arguments: str, repeats: int = 5) -> float:

@@ -1,46 +1,222 @@
 """The tiny model's fp32 engine on a GPU: built, verified, captured, replayed.
 
 `compile-engine` proves its programs against the eager step and runs the golden continuations
-through replayed graphs; here the same engine is asked what only a GPU can answer.
+through replayed graphs; here the same engine is asked what only a GPU can answer. `Planned` stands
+a planned replay still, so that it can be run in several ways from the same state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
 import torch
 from support.compiler import compile_engine
+from torch import Tensor
 
-from inkling_engine.runtime import Engine, SamplingParams
+from inkling_engine.runtime import Engine, SamplingParams, debug
 from inkling_engine.runtime.capture import CapturedGraphs
+from inkling_engine.runtime.scheduler import Plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+STEPS = 5
 PROMPTS = [[(7 * i + 13 * n) % 2000 + 3 for i in range(n)] for n in (1, 3, 64, 65, 130, 300)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Built with two decode and two extend programs, opened once."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built with two decode and two extend programs."""
     folder = tmp_path_factory.mktemp("cuda") / "engine"
     command = "--model inkling-tiny --device cuda --dtype fp32 --decode-buckets 1,8"
     command += " --extend-buckets 64,256 --jobs 4 --quiet"
     done = compile_engine(*command.split(), "--out", folder, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
-    with Engine.load(folder) as opened:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    """Opened once; decode replays may take five steps."""
+    with Engine.load(folder, steps_per_replay=STEPS) as opened:
+        assert opened.overlap
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def _one_step_at_a_time(engine: Engine) -> None:
+    """Each test begins with the plain loop."""
+    engine.overlap, engine.scheduler.steps = False, 1
 
 
 def graphs(engine: Engine) -> CapturedGraphs:
     """The engine's captured programs."""
-    runner = engine._runner
+    runner = engine._replayer
     assert isinstance(runner, CapturedGraphs)
     return runner
+
+
+def memory(engine: Engine) -> dict[str, Tensor]:
+    """Everything that programs write or are told, without slot 0 and page 0, as raw bytes."""
+    found = {}
+    for program in engine.manifest.programs:
+        inputs = graphs(engine)._inputs[program.name]
+        for name, tensor in zip(program.inputs, inputs, strict=True):
+            if name.startswith("rows."):
+                found[f"{program.name} {name}"] = tensor
+            elif name.startswith(("pools.kv_", "pools.conv_")):
+                found[name] = tensor[:, 1:]
+            elif name.startswith("pools."):
+                found[name] = tensor
+    return found
+
+
+def copied(engine: Engine) -> dict[str, Tensor]:
+    """A copy of all memory, taken when nothing runs."""
+    torch.cuda.synchronize()
+    copies = {name: tensor.clone() for name, tensor in memory(engine).items()}
+    torch.cuda.synchronize()
+    return copies
+
+
+def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
+    """Names of what is not the same bytes."""
+    return [
+        name
+        for name, value in one.items()
+        if not torch.equal(
+            value.contiguous().view(torch.uint8), two[name].contiguous().view(torch.uint8)
+        )
+    ]
+
+
+class Planned:
+    """A planned and filled replay; `again` brings all memory back to where it begins."""
+
+    def __init__(self, engine: Engine, prompts: list[list[int]], *, tokens: list[int]) -> None:
+        """Submit `prompts`; each is run until it has a first token if `tokens` says how many."""
+        self.engine, self.runner = engine, graphs(engine)
+        params = [
+            SamplingParams(max_tokens=count or 8, temperature=0, ignore_eos=True)
+            for count in tokens
+        ]
+        self.requests = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
+        while any(tokens) and not all(r.sequences[0].tokens for r in self.requests):
+            engine.step()
+
+    def __enter__(self) -> Self:
+        plan = self.engine.scheduler.next()
+        assert plan is not None
+        self.plan: Plan = plan
+        self.name = self.engine._names[plan.bucket]
+        self.engine._rows[self.name].fill(plan)
+        self._before, self._steps = copied(self.engine), self.runner._steps
+        return self
+
+    def again(self) -> None:
+        """Back to the beginning."""
+        torch.cuda.synchronize()
+        for name, tensor in memory(self.engine).items():
+            tensor.copy_(self._before[name])
+        self.runner._steps = self._steps
+        torch.cuda.synchronize()
+
+    def run(self, way: Callable[[], object]) -> dict[str, Tensor]:
+        """What `way` leaves behind."""
+        self.again()
+        with torch.cuda.stream(self.runner._stream):
+            way()
+        return copied(self.engine)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.again()
+        self.engine.scheduler.complete()
+        for request in self.requests:
+            self.engine.abort(request)
+
+
+@pytest.mark.parametrize("tokens", [[8], [8] * 6, [0] * 6, [0]])
+def test_a_replay_is_the_program_to_the_bit(engine: Engine, tokens: list[int]) -> None:
+    """Decodes of one and of six rows; extends with 64 and 256 tokens."""
+    with Planned(engine, PROMPTS[: len(tokens)], tokens=tokens) as planned:
+        runner, name, rows = planned.runner, planned.name, len(planned.plan.slots)
+        logits: list[Tensor] = []
+        replayed = planned.run(lambda: runner.replay(name, 1)())
+        logits.append(runner.outputs[name, 1][0][:rows].clone())
+        plain = planned.run(lambda: logits.append(runner.run(name)[0][:rows].clone()))
+        assert differing(replayed, plain) == []
+        assert torch.equal(*logits)
+
+
+def test_steps_in_one_replay_are_so_many_replays_to_the_bit(engine: Engine) -> None:
+    """With rows that end on the way, and one that crosses into a new page."""
+    engine.scheduler.steps = STEPS
+    with Planned(engine, PROMPTS[:4], tokens=[3, 20, 20, 5]) as planned:
+        runner, name = planned.runner, planned.name
+        assert planned.plan.steps == STEPS
+        together = planned.run(lambda: runner.replay(name, STEPS)())
+        single = planned.run(lambda: [runner.replay(name, 1)() for _ in range(STEPS)])
+        assert differing(together, single) == []
+        assert differing(together, planned.run(lambda: None)) != []
+
+
+@pytest.mark.parametrize(("steps", "overlap"), [(1, True), (STEPS, False), (STEPS, True)])
+def test_all_ways_to_decode_give_the_same_answers(
+    engine: Engine, steps: int, overlap: bool
+) -> None:
+    params = [GREEDY, *[SamplingParams(seed=n, max_tokens=5 * n, logprobs=0) for n in range(1, 6)]]
+    expected = engine.generate(PROMPTS, params)
+    engine.overlap, engine.scheduler.steps = overlap, steps
+    assert [c.choices for c in engine.generate(PROMPTS, params)] == [c.choices for c in expected]
+
+
+def test_replays_of_ended_rows_in_any_order_change_nothing(engine: Engine) -> None:
+    before = engine.generate(PROMPTS, GREEDY)
+    runner, memory_before = graphs(engine), copied(engine)
+    order = [*runner._graphs] * 2
+    random.Random(0).shuffle(order)
+    for name, steps in order:
+        runner.replay(name, steps)()
+    engine.steps = runner._steps
+    changed = differing(memory_before, copied(engine))
+    assert set(changed) <= {"pools.results_int", "pools.results_float", "pools.step_counter"}
+    assert [c.choices for c in engine.generate(PROMPTS, GREEDY)] == [c.choices for c in before]
+
+
+def test_a_steady_decode_step_is_one_launch_and_the_results(engine: Engine) -> None:
+    """No allocation, and nothing is copied to the device."""
+    request = engine.submit(
+        PROMPTS[1], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    )
+    for _ in range(6):
+        engine.step()
+    count = 8
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            engine.step()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    engine.abort(request)
+    names = Counter(event.name for event in profile.events())
+    assert names["cudaGraphLaunch"] == count, names
+    sent = [name for name in names if "HtoD" in name or "cudaMalloc" in name or "Memset" in name]
+    assert sent == [], names
+    assert sum(n for name, n in names.items() if "DtoH" in name) == 2 * count, names
+    assert names["cudaMemcpyAsync"] == 2 * count and not names["cudaLaunchKernel"], names
 
 
 def test_a_request_does_not_depend_on_its_neighbours(engine: Engine) -> None:
@@ -57,12 +233,14 @@ def test_what_nobody_may_read_may_hold_nan(engine: Engine) -> None:
     for table, pages in (("full", engine.spec.pools.full_pages), ("window", 16)):
         for page in range(pages):
             engine.pool.poison_page("full" if table == "full" else "window", page)
+    torch.cuda.synchronize()  # replays are on another stream
     assert [c.choices for c in engine.generate(PROMPTS, GREEDY)] == [c.choices for c in before]
 
 
 def test_inputs_stay_where_they_were_captured(engine: Engine) -> None:
+    check = debug.address_check(graphs(engine)._inputs)
     engine.generate(PROMPTS, GREEDY)
-    graphs(engine).check_addresses()
+    check()
 
 
 def test_a_replay_allocates_nothing(engine: Engine) -> None:

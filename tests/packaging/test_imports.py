@@ -18,7 +18,7 @@ ALLOWED = {
     "compile": {"artifacts", "kernels", "torch", "safetensors", "click", "rich", "filelock"}
     | {"platformdirs", "msgspec", "tokenizers"},
     "runtime": {"artifacts", "kernels", "torch", "safetensors", "tokenizers", "jinja2", "click"}
-    | {"rich", "msgspec"},
+    | {"rich", "msgspec", "platformdirs"},
 }
 HEAVY = ("torch", "triton", "transformers", "safetensors", "numpy", "tokenizers")
 LIGHT = [

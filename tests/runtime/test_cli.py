@@ -20,13 +20,21 @@ from inkling_engine.runtime import cli, graphs, probe
 SPEC = build_spec()
 OPTIONS = {
     "inspect": ["as_json", "folder"],
-    "verify": ["as_json", "folder", "log_level", "memory", "random_weights"],
+    "verify": [
+        *["as_json", "device_index", "folder", "log_level", "memory", "random_weights"],
+        "steps_per_replay",
+    ],
     "generate": [
-        *["as_json", "detokenize", "folder", "frequency_penalty", "ignore_eos"],
-        *["include_stop_str_in_output", "log_level", "logit_bias", "logprobs", "max_tokens"],
-        *["memory", "min_p", "min_tokens", "n", "presence_penalty", "prompt", "prompt_ids"],
-        *["random_weights", "repetition_penalty", "seed", "skip_special_tokens", "stop"],
+        *["as_json", "detokenize", "device_index", "folder", "frequency_penalty"],
+        *["ignore_eos", "include_stop_str_in_output", "log_level", "logit_bias"],
+        *["logprobs", "max_tokens", "memory", "min_p", "min_tokens", "n"],
+        *["presence_penalty", "prompt", "prompt_ids", "random_weights"],
+        *["repetition_penalty", "seed", "skip_special_tokens", "steps_per_replay", "stop"],
         *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p"],
+    ],
+    "bench": [
+        *["as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
+        *["random_weights", "repeat", "steps_per_replay", "tokens"],
     ],
     "attach-weights": ["checkpoint", "folder"],
 }
@@ -40,11 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _fake_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The folder's programs are no programs: run the fake step instead."""
+    monkeypatch.setenv("INKLING_ENGINE_CACHE", str(tmp_path / "cache"))
     idle = [sys.executable, "-c", ""]
     monkeypatch.setattr(
-        probe, "start", lambda _: subprocess.Popen(idle, stderr=subprocess.PIPE, text=True)
+        probe, "start", lambda *_: subprocess.Popen(idle, stderr=subprocess.PIPE, text=True)
     )
     monkeypatch.setattr(graphs, "open_programs", lambda *_: FakeStep)
 

@@ -314,7 +314,7 @@ def test_request_larger_than_the_pools_is_refused() -> None:
 
 def test_a_failed_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(SPEC)
-    monkeypatch.setattr(engine._runner, "run", _raise)
+    monkeypatch.setattr(engine._replayer, "replay", _raise)
     with pytest.raises(OSError, match="broken"):
         engine.generate([5])
     with pytest.raises(FailedError, match="load it again"):
@@ -322,7 +322,7 @@ def test_a_failed_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.close()
 
 
-def _raise(name: str) -> None:
+def _raise(name: str, steps: int) -> None:
     raise OSError(f"broken {name}")
 
 

@@ -17,7 +17,7 @@ from inkling_engine.artifacts import compat, layout
 from inkling_engine.artifacts.digest import digest
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import add_files, open_manifest, stage
-from inkling_engine.runtime import loader, probe
+from inkling_engine.runtime import graphs, loader, probe
 from inkling_engine.runtime.binding import assemble, total_bytes
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import (
@@ -36,7 +36,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("INKLING_ENGINE_CACHE", str(tmp_path / "cache"))
     seal_engine(tmp_path / "engine", SPEC)
     return tmp_path / "engine"
 
@@ -54,7 +55,10 @@ def test_a_loaded_folder_runs_and_tells_its_phases(folder: Path) -> None:
         tokens = engine.generate([30, 31], GREEDY)[0].choices[0].token_ids
         assert list(tokens) == run_oracle(SPEC, [30, 31], GREEDY)[0]
         phases = ["manifest", "compat", "digests", "import", "weights", "probe", "programs"]
-        assert list(engine.timings) == [*phases, "pools", "bind"]
+        assert list(engine.timings) == [*phases, "pools", "bind", "first token"]
+        before = engine.timings["first token"]
+        engine.generate([30, 31], GREEDY)
+        assert engine.timings["first token"] == before > 0
         assert all(seconds >= 0 for seconds in engine.timings.values())
         assert torch.get_num_threads() == SPEC.threads
         assert engine.tokenizer is not None
@@ -206,6 +210,80 @@ def test_programs_share_weights_and_pools_but_no_rows() -> None:
 def test_what_is_no_program_is_named_by_the_probe(folder: Path) -> None:
     with pytest.raises(FailedError, match="probe of"):
         Engine.load(folder)
+
+
+def _probed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many probes a load of the real programs' place starts; all of them succeed."""
+    idle, begun = [sys.executable, "-c", ""], []
+
+    def start(folder: Path, device: str) -> subprocess.Popen[str]:
+        begun.append(device)
+        return subprocess.Popen(idle, stderr=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(probe, "start", start)
+    monkeypatch.setattr(graphs, "open_programs", lambda *_: FakeStep)
+    Engine.load(folder).close()
+    assert set(begun) <= {"cpu"}
+    return len(begun)
+
+
+def test_a_successful_probe_is_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [_probed(folder, monkeypatch) for _ in range(2)] == [1, 0]
+    monkeypatch.setenv("INKLING_ENGINE_DEBUG", "1")
+    assert _probed(folder, monkeypatch) == 1
+    monkeypatch.delenv("INKLING_ENGINE_DEBUG")
+    probe.forget(open_manifest(folder))
+    probe.forget(open_manifest(folder))
+    assert _probed(folder, monkeypatch) == 1
+
+
+def test_other_bytes_boots_and_drivers_are_probed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    probe.remember(open_manifest(folder))
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, source="another"))
+    assert not probe.remembers(open_manifest(folder))
+    for name in ("_BOOT", "_DRIVER"):
+        probe.remember(open_manifest(folder))
+        assert probe.remembers(open_manifest(folder))
+        (tmp_path / name).write_text("another")
+        monkeypatch.setattr(probe, name, tmp_path / name)
+        assert not probe.remembers(open_manifest(folder))
+
+
+def test_a_failed_probe_and_a_cache_that_cannot_be_written_leave_no_mark(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        with pytest.raises(FailedError, match="probe of"):
+            Engine.load(folder)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INKLING_ENGINE_CACHE", str(tmp_path / "file"))
+    assert [_probed(folder, monkeypatch) for _ in range(2)] == [1, 1]
+
+
+def test_a_device_that_is_not_there_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "found 1; expected 0 to 0" in _refused(folder, UsageError, device_index=1)
+    spec = msgspec.structs.replace(SPEC, device="cuda")
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for index in (-1, 2):
+        assert "expected 0 to 1" in _refused(folder, UsageError, device_index=index)
+
+
+def test_debug_mode_notices_an_input_that_moved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INKLING_ENGINE_DEBUG", "1")
+    with Engine.load(folder, programs=FakeStep) as engine:
+        engine.generate([30], GREEDY)
+        pool = engine.pool.tensors["kv_full"]
+        pool.data = pool.clone()
+        with pytest.raises(AssertionError, match="moved"):
+            engine.generate([30], GREEDY)
 
 
 def test_a_crash_in_native_code_becomes_a_message(tmp_path: Path) -> None:

@@ -102,6 +102,39 @@ def test_a_steady_decode_step_writes_nothing() -> None:
     assert buffer.read("page_updates")[0] == [0, 2, 1, 9]
 
 
+class Wire:
+    """An upload that keeps what was sent; the buffer may be written only after `wait`."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self.buffer, self.sent, self.busy = buffer, [bytes(buffer)], False
+
+    def wait(self) -> None:
+        assert bytes(self.buffer) == self.sent[-1], "written while it may still be read"
+        self.busy = False
+
+    def send(self) -> None:
+        assert not self.busy, "written while it may still be read"
+        self.sent.append(bytes(self.buffer))
+        self.busy = True
+
+
+def test_what_is_sent_applies_nothing_twice() -> None:
+    entry = _entry("decode", 2)
+    bytes_ = bytearray(entry.row_bytes)
+    wire = Wire(bytes_)
+    inputs = RowInputs(entry, memoryview(bytes_), wire)
+    first = next(row.offset for row in entry.rows if row.name == "admit_ints")
+    steady = Plan(entry.bucket, [], [1, 2], [1, 1], [3, 3])
+    paged = Plan(entry.bucket, [], [1, 2], [1, 1], [3, 3], pages=[(table.FULL_TABLE, 2, 1, 9)])
+    fewer = Plan(entry.bucket, [], [2], [1], [3])
+    assert [inputs.fill(plan) for plan in (steady, paged, steady, fewer)] == [
+        *[True, True, False, True]
+    ]
+    lines = [sent[first:] for sent in wire.sent[1:]]
+    assert any(lines[1]) and not any(lines[0]) and not any(lines[2])
+    assert wire.sent[1][:first] == wire.sent[2][:first] != wire.sent[3][:first]
+
+
 def test_admission_lines() -> None:
     sequence = _sequence(
         temperature=0.5,

@@ -31,10 +31,15 @@ def _sequence(spec: EngineSpec, prompt: int, new: int) -> Sequence:
 
 
 class Device:
-    """Runs plans; `outputs` counts tokens by sequence, which end at their budget."""
+    """Runs plans; `outputs` counts tokens by sequence, which end at their budget or at `stops`.
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec, self.scheduler = spec, Scheduler(spec)
+    With `overlap`, each plan is made before the ends of the last one are known.
+    """
+
+    def __init__(self, spec: EngineSpec, steps: int = 1, *, overlap: bool = False) -> None:
+        self.spec, self.scheduler, self.overlap = spec, Scheduler(spec, steps), overlap
+        self.stops: dict[Sequence, int] = {}
+        self.ahead: tuple[Plan, list[Sequence]] | None = None
         self.lengths: dict[Sequence, int] = {}
         self.fed: dict[Sequence, list[int]] = {}
         self.outputs: dict[Sequence, int] = {}
@@ -43,7 +48,20 @@ class Device:
         self.started: list[Sequence] = []
 
     def step(self) -> Plan | None:
-        """One replay with all its checks; ended sequences are released."""
+        """One replay with all its checks; the sequences that it ended are released."""
+        begun, self.ahead = self.ahead or self._begin(), None
+        if begun is None:
+            return None
+        if self.overlap:
+            self.ahead = self._begin()
+        plan, ended = begun
+        for sequence in ended:
+            if sequence.status is Status.RUNNING:
+                self.end(sequence)
+        return plan
+
+    def _begin(self) -> tuple[Plan, list[Sequence]] | None:
+        """Plan a replay and run it; the plan, and what ended in it."""
         if (plan := self.scheduler.next()) is None:
             return None
         self._check_shape(plan)
@@ -52,18 +70,23 @@ class Device:
             self.lengths[sequence] = self.outputs[sequence] = 0
             self.fed[sequence] = []
         self._apply_pages(plan)
-        start = 0
-        for sequence, count, flags in zip(plan.sequences, plan.counts, plan.flags, strict=True):
-            tokens = plan.tokens[start : start + count]
-            self._run_row(sequence, count, flags, tokens)
-            start += count
+        ended: list[Sequence] = []
+        for _ in range(plan.steps):
+            start = 0
+            for sequence, count, flags in zip(plan.sequences, plan.counts, plan.flags, strict=True):
+                tokens = plan.tokens[start : start + count]
+                if not self._is_over(sequence):
+                    self._run_row(sequence, count, flags, tokens)
+                    self.outputs[sequence] += flags & SAMPLE
+                    ended += [sequence] * self._is_over(sequence)
+                start += count
         self.scheduler.complete()
-        for sequence, flags in zip(plan.sequences, plan.flags, strict=True):
-            self.outputs[sequence] += flags & SAMPLE
-            if self.outputs[sequence] == sequence.max_tokens:
-                self.end(sequence)
         self._check_owners()
-        return plan
+        return plan, ended
+
+    def _is_over(self, sequence: Sequence) -> bool:
+        most = min(sequence.max_tokens, self.stops.get(sequence, sequence.max_tokens))
+        return self.outputs[sequence] == most
 
     def end(self, sequence: Sequence) -> None:
         """Release a sequence in any state."""
@@ -84,8 +107,9 @@ class Device:
         assert len(plan.pages) <= updates and len(plan.admissions) <= plan.bucket.rows
         if plan.bucket.kind == "decode":
             assert plan.flags == [SAMPLE | FROM_TABLE] * rows and not plan.tokens
+            assert plan.steps in (1, self.scheduler.steps)
         else:
-            assert len(plan.tokens) == sum(plan.counts)
+            assert len(plan.tokens) == sum(plan.counts) and plan.steps == 1
 
     def _apply_pages(self, plan: Plan) -> None:
         held_full = set(self.full.values())
@@ -106,7 +130,6 @@ class Device:
 
     def _run_row(self, sequence: Sequence, count: int, flags: int, tokens: list[int]) -> None:
         length = self.lengths[sequence]
-        assert sequence.length == length
         if flags & FROM_TABLE:
             assert count == 1 and length >= len(sequence.prompt)
         else:
@@ -132,15 +155,19 @@ class Device:
         }
         for s in running:
             first = max(0, self.lengths[s] - WINDOW + 1) // PAGE
-            assert s.window_first == first, "window pages return as soon as nothing can see them"
+            if not self._is_over(s):
+                assert s.length == self.lengths[s]
+                assert s.window_first == first, "window pages return as soon as none can see them"
             assert len(s.window_pages) <= s.window_reserved
+            assert len(s.full_pages) * PAGE < s.total + PAGE, "no more than was promised"
         self.scheduler.check()
 
 
 @settings(max_examples=150)
 @given(
     jobs=st.lists(
-        st.tuples(st.integers(1, 50), st.integers(1, 14), st.integers(0, 6)), max_size=25
+        st.tuples(st.integers(1, 50), st.integers(1, 14), st.integers(0, 6), st.integers(1, 30)),
+        max_size=25,
     ),
     aborts=st.sets(st.integers(0, 120)),
     running=st.integers(1, 6),
@@ -149,9 +176,11 @@ class Device:
     ring=st.integers(3, 7),
     extends=st.sampled_from([((8, 2), (16, 4)), ((16, 1),), ((8, 8), (32, 2)), ((4, 4),)]),
     decodes=st.sampled_from([(1, 2, 4), (2,), (1,), (8,)]),
+    steps=st.sampled_from([1, 1, 2, 3, 5, 8]),
+    overlap=st.booleans(),
 )
 def test_slot_and_page_life(
-    jobs: list[tuple[int, int, int]],
+    jobs: list[tuple[int, int, int, int]],
     aborts: set[int],
     running: int,
     full_pages: int,
@@ -159,6 +188,8 @@ def test_slot_and_page_life(
     ring: int,
     extends: tuple[tuple[int, int], ...],
     decodes: tuple[int, ...],
+    steps: int,
+    overlap: bool,
 ) -> None:
     spec = build_spec(
         running=running,
@@ -168,9 +199,10 @@ def test_slot_and_page_life(
         extends=extends,
         decodes=decodes,
     )
-    device = Device(spec)
-    sequences = [_sequence(spec, prompt, new) for prompt, new, _ in jobs]
-    arrivals = list(zip(sequences, itertools.accumulate(gap for *_, gap in jobs), strict=True))
+    device = Device(spec, steps, overlap=overlap)
+    sequences = [_sequence(spec, prompt, new) for prompt, new, *_ in jobs]
+    device.stops = {s: stop for s, (*_, stop) in zip(sequences, jobs, strict=True)}
+    arrivals = list(zip(sequences, itertools.accumulate(gap for *_, gap, _ in jobs), strict=True))
     for clock in range(5000):
         while arrivals and arrivals[0][1] <= clock:
             sequence, _ = arrivals.pop(0)
@@ -185,7 +217,7 @@ def test_slot_and_page_life(
     assert device.started == [s for s in sequences if s in device.lengths], "order is kept"
     for s in device.started:
         assert device.fed[s] == list(s.prompt)[: len(device.fed[s])]
-        if device.outputs[s] == s.max_tokens:
+        if device._is_over(s):
             assert device.fed[s] == list(s.prompt)
     for account in device.scheduler.accounting().values():
         assert (account.free, account.live, account.reserved) == (account.total, 0, 0)
@@ -276,6 +308,31 @@ def test_a_large_head_of_the_queue_is_not_overtaken() -> None:
     assert large.status is Status.RUNNING
 
 
+def test_many_steps_only_while_no_prompt_waits() -> None:
+    device = Device(build_spec(running=2, extends=((8, 2),)), 4)
+    _run(device, (2, 20), (20, 12), (2, 1))
+    plans = [plan for plan in iter(device.step, None) if plan]
+    told = [(plan.bucket.kind, plan.steps) for plan in plans]
+    one, four = ("decode", 1), ("decode", 4)
+    assert told[:3] == [("extend", 1)] * 3, "the second prompt comes in three chunks"
+    assert told[3:14] == [one] * 11, "the third one waits for a slot"
+    assert told[14:] == [("extend", 1), four, four], "four more tokens, and the last two"
+
+
+def test_many_steps_take_no_more_pages_than_the_end_needs() -> None:
+    device = Device(build_spec(full_pages=5, window_pages=5), 8)
+    (sequence,) = _run(device, (6, 10))
+    assert [plan.steps for plan in iter(device.step, None) if plan] == [1, 8, 8]
+    assert device.outputs[sequence] == 10
+
+
+def test_a_plan_ahead_leaves_out_what_is_known_to_end() -> None:
+    device = Device(build_spec(extends=((16, 4),)), overlap=True)
+    one, short, long = _run(device, (3, 1), (3, 2), (3, 4))
+    plans = [plan for plan in iter(device.step, None) if plan]
+    assert [plan.sequences for plan in plans] == [[one, short, long], [short, long], [long], [long]]
+
+
 def test_nothing_to_do_is_no_plan() -> None:
     scheduler = Scheduler(build_spec())
     assert [scheduler.next() for _ in range(3)] == [None] * 3
@@ -288,7 +345,7 @@ def test_a_plan_in_flight_protects_what_it_names() -> None:
     device.scheduler.next()
     with pytest.raises(AssertionError, match="not completed"):
         device.scheduler.next()
-    with pytest.raises(AssertionError, match="may be running"):
+    with pytest.raises(AssertionError, match="about to begin"):
         device.scheduler.release(sequence)
 
 

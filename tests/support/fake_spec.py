@@ -74,6 +74,7 @@ def build_spec(
     ring: int = RING,
     decodes: Sequence[int] = (1, 2, 4),
     extends: Sequence[tuple[int, int]] = ((8, 2), (16, 4)),
+    results: int = 2,
 ) -> EngineSpec:
     """A spec of `running` slots with decode buckets of these rows, extend ones of (tokens, rows)."""
     buckets = [Bucket(kind="decode", rows=rows, tokens=rows) for rows in decodes]
@@ -98,7 +99,7 @@ def build_spec(
             window_pages=window_pages,
             table_width=16,
             window_ring=ring,
-            results=2,
+            results=results,
         ),
         limits=SamplingLimits(stop_ids=4, bias_ids=3, top_logprobs=3),
     )

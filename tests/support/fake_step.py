@@ -24,6 +24,7 @@ from inkling_engine.artifacts.store import seal, stage
 from inkling_engine.kernels import table
 from inkling_engine.runtime.binding import assemble
 from inkling_engine.runtime.engine import Engine
+from inkling_engine.runtime.replay import Loop
 from inkling_engine.runtime.sampling import SamplingParams, choice_seed, stop_ids
 from inkling_engine.runtime.tokens import Tokenizer
 from inkling_engine.runtime.weights import random_weights
@@ -187,10 +188,20 @@ def run_oracle(
             return tokens, "length", values
 
 
-def open_engine(spec: EngineSpec, tokenizer: Tokenizer | None = None) -> Engine:
-    """An engine over the fake step."""
+def open_engine(
+    spec: EngineSpec, tokenizer: Tokenizer | None = None, *, steps: int = 1, overlap: bool = False
+) -> Engine:
+    """An engine over the fake step, whose decode replays take `steps` steps; `overlap` lets it
+    begin the next one before it reads the last one's results."""
     manifest = build_manifest(spec)
-    return Engine(assemble(manifest, random_weights(manifest, 0), FakeStep, tokenizer))
+
+    def overlapping(manifest: Manifest, inputs: Mapping[str, list[Tensor]]) -> Loop:
+        loop = Loop(FakeStep(manifest, inputs))
+        loop.overlaps = overlap
+        return loop
+
+    weights = random_weights(manifest, 0)
+    return Engine(assemble(manifest, weights, overlapping, tokenizer, steps=steps))
 
 
 def seal_engine(folder: Path, spec: EngineSpec, *, weights: bool = True) -> Manifest:

@@ -1,0 +1,86 @@
+"""What a replay's results do to its sequences: tokens, text, and their ends.
+
+Result lines are read step by step. A sequence that has ended, on the device or by its text, takes
+nothing more from later lines: they are zeros, or tokens that the one-step loop would not have
+drawn.
+"""
+
+from __future__ import annotations
+
+from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.requests import FinishReason, Request, Sequence, Status
+from inkling_engine.runtime.results import ResultRing
+from inkling_engine.runtime.scheduler import Plan, Scheduler
+from inkling_engine.runtime.tokens import Tokenizer
+
+_REASONS: dict[int, FinishReason] = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.NON_FINITE: "error",
+}
+
+
+class Collector:
+    """Hands results to sequences, and ends them; `tokens` counts what was sampled so far."""
+
+    def __init__(
+        self, results: ResultRing, scheduler: Scheduler, tokenizer: Tokenizer | None
+    ) -> None:
+        """Read from `results`, give back to `scheduler`, decode with `tokenizer`."""
+        self._results, self._scheduler, self._tokenizer = results, scheduler, tokenizer
+        self.tokens = 0
+
+    def collect(self, plan: Plan, first: int) -> list[Request]:
+        """Read a completed replay whose first step has number `first`; the requests it ended."""
+        finished: list[Request] = []
+        for step in range(first, first + plan.steps):
+            places = self._results.rows(step, len(plan.sequences))
+            for sequence, flag, at in zip(plan.sequences, plan.flags, places, strict=True):
+                if flag & SAMPLE and sequence.status is not Status.FINISHED:
+                    self._take(sequence, at)
+                    if sequence.finish_reason and sequence.request.finished:
+                        finished.append(sequence.request)
+        return finished
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a sequence: its text becomes final, its slot and pages are free."""
+        self._scheduler.release(sequence)
+        if sequence.stream:
+            cut = isinstance(stop_reason, str)
+            sequence.text = sequence.stream.text if cut else sequence.stream.close()
+        elif self._tokenizer and sequence.params.detokenize:
+            hidden = reason == "stop" and not sequence.params.include_stop_str_in_output
+            ids = sequence.tokens[:-1] if hidden else sequence.tokens
+            skip = sequence.params.skip_special_tokens
+            sequence.text = self._tokenizer.decode(ids, skip_special_tokens=skip)
+        sequence.finish(reason, stop_reason)
+
+    def _take(self, sequence: Sequence, at: int) -> None:
+        """Add the token at `at` of the result ring."""
+        slot, token, code = self._results.ints[at : at + 3]
+        assert slot == sequence.slot, "the result line belongs to another slot"
+        if code == Finish.NON_FINITE:
+            self.finish(sequence, "error")
+            return
+        if sequence.logprobs is not None:
+            top = sequence.params.logprobs or 0
+            sequence.logprobs.append(self._results.logprob(at, top))
+        sequence.tokens.append(token)
+        self.tokens += 1
+        if code or sequence.stream:
+            self._advance_text(sequence, token, code)
+
+    def _advance_text(self, sequence: Sequence, token: int, code: int) -> None:
+        """Add a token to the text, and end the sequence if it or the text says so."""
+        params, stream = sequence.params, sequence.stream
+        ended = code == Finish.STOP
+        if stream and not (ended and not params.include_stop_str_in_output):
+            may_stop = len(sequence.tokens) > params.min_tokens
+            if stop := stream.push(token, may_stop=may_stop):
+                self.finish(sequence, "stop", stop)
+                return
+        if code:
+            listed = ended and token in (params.stop_token_ids or ())
+            self.finish(sequence, _REASONS[code], token if listed else None)
