@@ -68,7 +68,12 @@ def everything() -> list[dict[str, Any]]:
     ]
     settings = {"threads": torch._inductor.config.compile_threads}
     known = device_interface.caching_worker_device_properties
-    return [dict(vars(o)) for o in owners] + [dict(os.environ), dict(backends), settings, known]
+    return [dict(vars(o)) for o in owners] + [
+        dict(os.environ),
+        dict(backends),
+        settings,
+        dict(known),
+    ]
 
 
 def test_the_target_is_described_and_everything_put_back(headers: Path) -> None:
@@ -100,9 +105,10 @@ def test_a_step_runs_on_tensors_without_memory(headers: Path) -> None:
     from torch._inductor import graph
 
     with cross.without_gpu("sm90"):
-        huge = graph.defake(torch.empty(1 << 40, 2, device="meta").t())
+        real = vars(graph)["defake"]
+        huge = real(torch.empty(1 << 40, 2, device="meta").t())
         assert (huge.device.type, huge.stride()) == ("meta", (1, 2))
-        assert graph.defake(3) == 3
+        assert real(3) == 3
 
 
 def test_programs_depend_on_the_real_libcuda(headers: Path, tmp_path: Path) -> None:
@@ -187,7 +193,7 @@ def test_a_build_without_a_gpu_runs_no_verification(
     monkeypatch.setattr(build, "_seal", seal_nothing)
     monkeypatch.setattr(build, "_verify", lambda state: ran.append(state.plan.spec.device))
     for device in ("cuda", "cpu"):
-        options = BuildOptions(model="inkling-tiny", device=device, out=str(tmp_path / device))  # type: ignore[arg-type]
+        options = BuildOptions(model="inkling-tiny", device=device, out=str(tmp_path / device))
         build.build(make_plan(options), lambda *_: None)
     assert ran == ["cpu"]
 
