@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._higher_order_ops.triton_kernel_wrap
 import torch._inductor
 import torch._inductor.config
 import torch._inductor.ir
@@ -55,7 +56,7 @@ def compile_program(
     Raises `FailedError` when a gate fails: the package is then removed.
     """
     ReinplaceCounters.clear()
-    with torch.no_grad(), _shallow_nodes():
+    with torch.no_grad(), _shallow_nodes(), _launches_analysed_once():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options(spec)
         )
@@ -81,6 +82,48 @@ def _shallow_nodes() -> Iterator[None]:
         yield
     finally:
         node.__str__, node.__repr__ = before
+
+
+@contextlib.contextmanager
+def _launches_analysed_once() -> Iterator[None]:
+    """Remember what each kind of launch writes while torch (before 2.12) lowers.
+
+    It asks several times a launch, each time through Triton's front end: in a model of many layers
+    that is nearly all of a build's time.
+    """
+    module: Any = torch._higher_order_ops.triton_kernel_wrap
+    before = getattr(module, "identify_mutated_tensors", None)
+    known: dict[Any, list[str]] = {}
+
+    def identify(kernel: Any, arguments: dict[str, Any], descriptors: Any) -> list[str]:
+        assert before is not None and not descriptors
+        launched = kernel if hasattr(kernel, "params") else kernel.fn  # else with its warps, stages
+        key = (launched, *((name, _kind(launched, name, arguments[name])) for name in arguments))
+        if key not in known:
+            known[key] = before(kernel, arguments, descriptors)
+        return list(known[key])
+
+    if before is None:
+        yield
+        return
+    module.identify_mutated_tensors = identify
+    try:
+        yield
+    finally:
+        module.identify_mutated_tensors = before
+
+
+def _kind(kernel: Any, name: str, value: Any) -> Any:
+    """What Triton compiles an argument for: a constant's value, else its type and divisibility."""
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    if name in kernel.arg_names and name not in constants:
+        if hasattr(value, "dtype"):
+            return value.dtype
+        if type(value) is int:
+            return int, value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+        if type(value) is float:
+            return float
+    return type(value), value
 
 
 def open_program(path: Path, device: str) -> Callable[[list[Tensor]], list[Tensor]]:
