@@ -8,7 +8,6 @@ the widest activation of the step.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import zipfile
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._higher_order_ops.triton_kernel_wrap
 import torch._inductor
 import torch._inductor.config
-import torch._inductor.ir
 from torch import Tensor
 from torch._dynamo.utils import ReinplaceCounters
 
 from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.compile.backends import patches
 
 ALLOCATIONS = re.compile(r"aoti_torch_empty_strided\w*\([^;]*")
 COPIES = re.compile(r"aoti_torch_clone(?!_preserve_strides)|aoti_torch_copy_")
@@ -40,12 +38,17 @@ def options(spec: EngineSpec) -> dict[str, Any]:
         "max_autotune": False,
         "triton.autotune_at_compile_time": False,  # kernels would run on garbage indices
         "aot_inductor.embed_kernel_binary": False,  # equal kernels would be linked in twice
-        "cpp.march": spec.arch if spec.device == "cpu" else HOST_MARCH,
+        "cpp.march": host_march(spec),
         "cpp.vec_isa_ok": False,  # nothing may depend on the vector units of this machine
         "cpp.threads": spec.threads,
         "aot_inductor.enable_line_tables": False,
     }
     return {key: value for key, value in wanted.items() if hasattr(torch._inductor.config, key)}
+
+
+def host_march(spec: EngineSpec) -> str:
+    """The machine that a program's host code is for."""
+    return spec.arch if spec.device == "cpu" else HOST_MARCH
 
 
 def compile_program(
@@ -56,7 +59,7 @@ def compile_program(
     Raises `FailedError` when a gate fails: the package is then removed.
     """
     ReinplaceCounters.clear()
-    with torch.no_grad(), _shallow_nodes(), _launches_analysed_once():
+    with torch.no_grad(), patches.for_lowering(host_march(spec)):
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options(spec)
         )
@@ -66,64 +69,6 @@ def compile_program(
     except FailedError:
         path.unlink()
         raise
-
-
-@contextlib.contextmanager
-def _shallow_nodes() -> Iterator[None]:
-    """Keep Inductor's descriptions of its nodes short while it lowers.
-
-    Before torch 2.13 a node's text holds those of all its inputs, and lowering makes that text: in
-    a chain of ops that share inputs it grows exponentially.
-    """
-    node: Any = torch._inductor.ir.ExternKernel
-    before = node.__str__, node.__repr__
-    node.__str__ = node.__repr__ = lambda self: f"{type(self).__name__}({self.name})"
-    try:
-        yield
-    finally:
-        node.__str__, node.__repr__ = before
-
-
-@contextlib.contextmanager
-def _launches_analysed_once() -> Iterator[None]:
-    """Remember what each kind of launch writes while torch (before 2.12) lowers.
-
-    It asks several times a launch, each time through Triton's front end: in a model of many layers
-    that is nearly all of a build's time.
-    """
-    module: Any = torch._higher_order_ops.triton_kernel_wrap
-    before = getattr(module, "identify_mutated_tensors", None)
-    known: dict[Any, list[str]] = {}
-
-    def identify(kernel: Any, arguments: dict[str, Any], descriptors: Any) -> list[str]:
-        assert before is not None and not descriptors
-        launched = kernel if hasattr(kernel, "params") else kernel.fn  # else with its warps, stages
-        key = (launched, *((name, _kind(launched, name, arguments[name])) for name in arguments))
-        if key not in known:
-            known[key] = before(kernel, arguments, descriptors)
-        return list(known[key])
-
-    if before is None:
-        yield
-        return
-    module.identify_mutated_tensors = identify
-    try:
-        yield
-    finally:
-        module.identify_mutated_tensors = before
-
-
-def _kind(kernel: Any, name: str, value: Any) -> Any:
-    """What Triton compiles an argument for: a constant's value, else its type and divisibility."""
-    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-    if name in kernel.arg_names and name not in constants:
-        if hasattr(value, "dtype"):
-            return value.dtype
-        if type(value) is int:
-            return int, value == 1, value % 16 == 0, -(2**31) <= value < 2**31
-        if type(value) is float:
-            return float
-    return type(value), value
 
 
 def open_program(path: Path, device: str) -> Callable[[list[Tensor]], list[Tensor]]:

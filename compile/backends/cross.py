@@ -27,11 +27,10 @@ import torch._inductor.config
 from torch import Tensor
 
 from inkling_engine.artifacts.errors import FailedError
+from inkling_engine.compile.backends.patches import attribute, item
 
 # cudaDeviceProp of an H200 SXM: CUDA C++ Programming Guide, "Compute Capabilities" 9.0, and its
 # data sheet. Nothing else is told of the device: an unknown question is an AttributeError.
-_MISSING: Final = object()
-
 DEVICES: Final[Mapping[str, Mapping[str, Any]]] = {
     "sm90": {
         "name": "NVIDIA H200",
@@ -65,9 +64,9 @@ def without_gpu(arch: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for owner, name, value in _toolchain(scratch):
-            stack.enter_context(_item(owner, name, value))
+            stack.enter_context(item(owner, name, value))
         for owner, name, value in _answers(SimpleNamespace(**DEVICES[arch])):
-            stack.enter_context(_attribute(owner, name, value))
+            stack.enter_context(attribute(owner, name, value))
         stack.enter_context(_triton_driver(SimpleNamespace(**DEVICES[arch])))
         # a worker process would have to be told all this too
         stack.enter_context(torch._inductor.config.patch(compile_threads=1))
@@ -75,34 +74,6 @@ def without_gpu(arch: str) -> Iterator[None]:
 
         stack.callback(known.pop, "cuda", None)
         yield
-
-
-@contextlib.contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` within the block; builds of torch without it have it there too."""
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _item(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner[name]` is `value` within the block."""
-    before = owner.get(name, _MISSING)
-    owner[name] = value
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            del owner[name]
-        else:
-            owner[name] = before
 
 
 def _answers(device: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
@@ -194,9 +165,9 @@ def _triton_driver(device: SimpleNamespace) -> Iterator[None]:
 
     nvidia = type(backends["nvidia"])(backends["nvidia"].compiler, Driver)
     with (
-        _item(backends, "nvidia", nvidia),
-        _attribute(driver, "_default", None),
-        _attribute(driver, "_active", None),
+        item(backends, "nvidia", nvidia),
+        attribute(driver, "_default", None),
+        attribute(driver, "_active", None),
     ):
         yield
 

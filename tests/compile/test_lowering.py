@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._higher_order_ops.triton_kernel_wrap as wrap
 
-from inkling_engine.compile.backends import aoti
+from inkling_engine.compile.backends import patches
 
 
 class Kernel:
@@ -48,7 +48,7 @@ def analyse(kernel: Any = KERNEL, **changed: Any) -> list[str]:
 
 def test_launches_of_one_kind_are_analysed_once(asked: list[dict[str, Any]]) -> None:
     before = vars(wrap)["identify_mutated_tensors"]
-    with aoti._launches_analysed_once():
+    with patches.for_lowering("x86-64-v2"):
         analyse().clear()  # the caller's own list
         for same in ({}, {"count": 48}, {"eps": 1.0}, {"x": torch.empty(9, dtype=BF16.dtype)}):
             assert analyse(**same) == ["y"]
@@ -66,14 +66,25 @@ def test_launches_of_one_kind_are_analysed_once(asked: list[dict[str, Any]]) -> 
 def test_another_kind_is_analysed_again(
     asked: list[dict[str, Any]], changed: dict[str, Any]
 ) -> None:
-    with aoti._launches_analysed_once():
+    with patches.for_lowering("x86-64-v2"):
         analyse(**({"WIDTH": 1} if changed == {"WIDTH": True} else {}))
         analyse(**changed)
     assert len(asked) == 2
 
 
 def test_another_kernel_is_analysed_again(asked: list[dict[str, Any]]) -> None:
-    with aoti._launches_analysed_once():
+    with patches.for_lowering("x86-64-v2"):
         analyse()
         analyse(Kernel())
     assert len(asked) == 2
+
+
+def test_host_code_is_for_the_target() -> None:
+    """Also of a torch that knows no such setting; the build machine may have wider vectors."""
+
+    def flags(compiler: str) -> tuple[list[str], list[str]]:
+        return ["O3", "march=native"], [compiler]
+
+    assert patches.flags_for("x86-64-v2", flags)("g++") == (["O3", "march=x86-64-v2"], ["g++"])
+    with pytest.raises(AssertionError):
+        patches.flags_for("x86-64-v2", lambda compiler: (["O3"], []))("g++")
