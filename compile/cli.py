@@ -59,7 +59,7 @@ def command(
     from inkling_engine.compile.build import build
 
     folder = build(plan, _progress(verbose))
-    proof = _proof_to_do(folder)
+    proof = _proof_to_do(folder) if plan.spec.device == "cuda" else None
     described = plan_json(plan) | {"folder": str(folder), "proof_to_do": proof}
     click.echo(msgspec.json.encode(described).decode() if as_json else folder)
     if proof:
@@ -73,7 +73,7 @@ def _proof_to_do(folder: Path) -> str | None:
     from inkling_engine.artifacts.store import open_manifest
 
     manifest = open_manifest(folder)
-    if manifest.spec.device == "cpu" or manifest.environment.built_with_gpu:
+    if manifest.environment.built_with_gpu:
         return None
     return f"inkling-engine verify {folder}{'' if manifest.weights else ' --random-weights 0'}"
 

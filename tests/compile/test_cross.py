@@ -21,6 +21,7 @@ import torch._inductor.fx_passes.post_grad
 import torch._inductor.graph
 import torch._subclasses.fake_tensor
 import torch.utils.cpp_extension
+from click.testing import CliRunner
 from support import folders
 from torch._dynamo import device_interface
 
@@ -179,6 +180,21 @@ def test_the_manifest_tells_where_it_was_built_and_the_command_how_to_prove_it(
     seal(folders.fill(stage(tmp_path / "gpu"), folders.contents(there)), there, tmp_path / "gpu")
     assert open_manifest(tmp_path / "gpu").environment.built_with_gpu
     assert cli._proof_to_do(tmp_path / "gpu") is None
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)])
+def test_the_command_ends_with_what_is_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: tuple[str, ...]
+) -> None:
+    folders.build(tmp_path / "engine")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build, "build", lambda *_: tmp_path / "engine")
+    for device, lines in (("cuda", 1), ("cpu", 0)):
+        arguments = ["--model", "inkling-tiny", "--device", device, *quiet]
+        done = CliRunner().invoke(cli.command, arguments, catch_exceptions=False)
+        assert done.stdout == f"{tmp_path / 'engine'}\n"
+        assert len(done.stderr.splitlines()) == lines
+        assert ("inkling-engine verify" in done.stderr) == bool(lines)
 
 
 def test_a_build_without_a_gpu_runs_no_verification(
