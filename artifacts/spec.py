@@ -133,3 +133,8 @@ class EngineSpec(Frozen):
     threads: int = 1
     limits: SamplingLimits = SamplingLimits()
     draft_embed_norm: bool = True
+
+    @property
+    def rank_vocab(self) -> int:
+        """Columns of one rank's logits: its rows of the head, without those of no real token."""
+        return min(self.shape.real_vocab, self.shape.vocab // self.tp)

@@ -59,8 +59,23 @@ def command(
     from inkling_engine.compile.build import build
 
     folder = build(plan, _progress(verbose))
-    described = plan_json(plan) | {"folder": str(folder)}
+    proof = _proof_to_do(folder) if plan.spec.device == "cuda" else None
+    described = plan_json(plan) | {"folder": str(folder), "proof_to_do": proof}
     click.echo(msgspec.json.encode(described).decode() if as_json else folder)
+    if proof:
+        print(
+            f"note: built without a GPU: nothing of it has run. Prove it: {proof}", file=sys.stderr
+        )
+
+
+def _proof_to_do(folder: Path) -> str | None:
+    """The command that proves an engine where its GPU is, unless it was proved when it was built."""
+    from inkling_engine.artifacts.store import open_manifest
+
+    manifest = open_manifest(folder)
+    if manifest.environment.built_with_gpu:
+        return None
+    return f"inkling-engine verify {folder}{'' if manifest.weights else ' --random-weights 0'}"
 
 
 def main() -> None:

@@ -130,14 +130,14 @@ def require_buildable(plan: Plan) -> None:
             expected = "a GPU, or at least a CUDA build of torch"
             remedy = "install one, add --dry-run, or build a CPU engine with --device cpu"
             raise UsageError("--device", found, expected, remedy)
-        if not torch.cuda.is_available():
-            remedy = "build where the GPU is, or build a CPU engine with --device cpu"
-            raise UsageError("--device", "cuda without a GPU", "a visible GPU", remedy)
     require_fit(spec, plan.bill)
-    for option, value, least in (("--tp", spec.tp, 1), ("--spec-depth", spec.spec_depth, 0)):
-        if value != least:
-            expected = f"{least} in this version (larger values can be planned with --dry-run)"
-            raise UsageError(option, value, expected, f"build with {option} {least}")
+    if spec.tp != 1 and plan.ranks:
+        expected = "1 for an engine with weights in this version (plan others with --dry-run)"
+        remedy = "build with --tp 1, or the programs alone of a preset without --checkpoint"
+        raise UsageError("--tp", spec.tp, expected, remedy)
+    if spec.spec_depth:
+        expected = "0 in this version (larger values can be planned with --dry-run)"
+        raise UsageError("--spec-depth", spec.spec_depth, expected, "build with --spec-depth 0")
 
 
 def plan_json(plan: Plan) -> dict[str, object]:

@@ -101,7 +101,7 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
     ints: dict[str, tuple[int, ...]] = {
         "request_state": (lines, table.STATE_WIDTH),
         "request_ints": (lines, int_columns(spec)),
-        "token_counts": (lines, spec.shape.real_vocab),
+        "token_counts": (lines, spec.rank_vocab),
         "full_table": (lines, sizes.table_width),
         "window_table": (lines, sizes.window_ring),
         "snapshot_slots": (lines, _most_destinations(spec)),

@@ -11,15 +11,25 @@ import torch
 from inkling_engine.artifacts.layout import program_file, program_name
 from inkling_engine.artifacts.manifest import ProgramEntry, TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.backends import cross
 from inkling_engine.compile.backends.aoti import compile_program, open_program
 from inkling_engine.compile.export import export_step, program_inputs
 from inkling_engine.compile.twin import is_small, prove, reduced
 from inkling_engine.compile.weights import step_weights
 
+UNPROVED = "none: built without a GPU"
+
 
 def compile_bucket(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
-    """Build one program. Raises FailedError when a gate or the twin fails."""
+    """Build one program. Raises FailedError when a gate or the twin fails.
+
+    Without the GPU that it is for, it is lowered and gated but proved by nothing.
+    """
     torch.set_num_threads(spec.threads)
+    if cross.needed(spec.device):
+        with cross.without_gpu(spec.arch):
+            entry = _lower(spec, bucket, package)
+        return msgspec.structs.replace(entry, proof=UNPROVED)
     entry = _lower(spec, bucket, package)
     if is_small(spec, step_weights(spec)):
         _prove(spec, bucket, package)
@@ -55,7 +65,7 @@ def _lower(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
     inputs = program_inputs(spec, bucket, step_weights(spec))
     program, ops = export_step(spec, bucket, inputs)
     compile_program(program, spec, package, workspace(spec, bucket))
-    logits = (bucket.rows, spec.shape.real_vocab)
+    logits = (bucket.rows, spec.rank_vocab)
     return ProgramEntry(
         name=program_name(bucket),
         bucket=bucket,

@@ -47,7 +47,7 @@ def step(
     pools: Mapping[str, Tensor],
     rows: Mapping[str, Tensor],
 ) -> Tensor:
-    """Run one step of `bucket`; returns the logits [rows, real vocabulary] float32."""
+    """Run one step of `bucket`; returns the logits [rows, rank vocabulary] float32."""
     meta = StepMeta(
         *step_metadata(
             *(pools[name] for name in TABLE_POOLS),

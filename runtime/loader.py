@@ -134,8 +134,7 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
                 mismatch.remedy,
             )
     if manifest.spec.tp != 1:
-        found, remedy = f"tp {manifest.spec.tp}", "build the engine with --tp 1"
-        raise IncompatibleError("engine target", found, "tp 1 in this version", remedy)
+        _require_measuring(manifest.spec.tp, options)
     most = min(manifest.spec.pools.results, 2 * manifest.spec.page_size)  # lines of a replay
     if not 1 <= options.steps_per_replay <= most:
         remedy = "choose fewer steps"
@@ -148,6 +147,14 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
             "engine folder", f"{folder}, programs only", "an engine with weights", remedy
         )
     return manifest
+
+
+def _require_measuring(tp: int, options: LoadOptions) -> None:
+    """One rank of several runs alone, on drawn weights, to be measured; else IncompatibleError."""
+    if options.random_weights is None:
+        remedy = "build the engine with --tp 1, or measure one rank alone with --random-weights"
+        raise IncompatibleError("engine target", f"tp {tp}", "tp 1 in this version", remedy)
+    log.warning("rank 0 of %d runs alone, without the sums over ranks: its tokens mean nothing", tp)
 
 
 def _require_memory(need: int, limit: float | None, device: str) -> None:

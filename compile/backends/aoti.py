@@ -8,7 +8,6 @@ the widest activation of the step.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import zipfile
@@ -19,12 +18,12 @@ from typing import Any
 import torch
 import torch._inductor
 import torch._inductor.config
-import torch._inductor.ir
 from torch import Tensor
 from torch._dynamo.utils import ReinplaceCounters
 
 from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.compile.backends import patches
 
 ALLOCATIONS = re.compile(r"aoti_torch_empty_strided\w*\([^;]*")
 COPIES = re.compile(r"aoti_torch_clone(?!_preserve_strides)|aoti_torch_copy_")
@@ -39,12 +38,17 @@ def options(spec: EngineSpec) -> dict[str, Any]:
         "max_autotune": False,
         "triton.autotune_at_compile_time": False,  # kernels would run on garbage indices
         "aot_inductor.embed_kernel_binary": False,  # equal kernels would be linked in twice
-        "cpp.march": spec.arch if spec.device == "cpu" else HOST_MARCH,
+        "cpp.march": host_march(spec),
         "cpp.vec_isa_ok": False,  # nothing may depend on the vector units of this machine
         "cpp.threads": spec.threads,
         "aot_inductor.enable_line_tables": False,
     }
     return {key: value for key, value in wanted.items() if hasattr(torch._inductor.config, key)}
+
+
+def host_march(spec: EngineSpec) -> str:
+    """The machine that a program's host code is for."""
+    return spec.arch if spec.device == "cpu" else HOST_MARCH
 
 
 def compile_program(
@@ -55,7 +59,7 @@ def compile_program(
     Raises `FailedError` when a gate fails: the package is then removed.
     """
     ReinplaceCounters.clear()
-    with torch.no_grad(), _shallow_nodes():
+    with torch.no_grad(), patches.for_lowering(host_march(spec)):
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options(spec)
         )
@@ -65,22 +69,6 @@ def compile_program(
     except FailedError:
         path.unlink()
         raise
-
-
-@contextlib.contextmanager
-def _shallow_nodes() -> Iterator[None]:
-    """Keep Inductor's descriptions of its nodes short while it lowers.
-
-    Before torch 2.13 a node's text holds those of all its inputs, and lowering makes that text: in
-    a chain of ops that share inputs it grows exponentially.
-    """
-    node: Any = torch._inductor.ir.ExternKernel
-    before = node.__str__, node.__repr__
-    node.__str__ = node.__repr__ = lambda self: f"{type(self).__name__}({self.name})"
-    try:
-        yield
-    finally:
-        node.__str__, node.__repr__ = before
 
 
 def open_program(path: Path, device: str) -> Callable[[list[Tensor]], list[Tensor]]:

@@ -7,7 +7,8 @@
 * conv_pool [layers, slots, 3, H] act: written (see `kernels/_conv.py`); layer is its first index
 * token_rows [T] i32, slots, sources, lengths [R] i32, starts [R + 1] i32,
   destination_slots, destination_offsets [R, G] i32
-* peers [8] i64, rank [4] i32, world: where the other ranks' parts are; world 1 reduces nothing
+* peers [8] i64, rank [4] i32, world: where the other ranks' parts are; the sum over ranks is not made
+  yet, x is taken as it is
 * hidden = round(residual + conv(x)), normed = round(rmsnorm(residual + conv(x)) * w), both [T, H] act,
   the sum kept in fp32 and normalised unrounded (spec 2.2, 2.3, 2.5)
 

@@ -75,6 +75,15 @@ def test_native_ops_pass(dtype: str) -> None:
         check(bucket, spec=spec)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_one_rank_of_several_passes(tp: int) -> None:
+    """Its reference too leaves the sums out; prompts hold tokens of every rank."""
+    spec = spec_of(tp=tp)
+    assert spec.rank_vocab == SHAPE.vocab // tp < SHAPE.real_vocab
+    for bucket in spec.buckets[1:]:
+        check(bucket, spec=spec)
+
+
 def test_a_context_shorter_than_a_bucket_passes() -> None:
     spec = spec_of(max_context=16, extend_buckets="64x1,64x4")
     for bucket in spec.buckets:

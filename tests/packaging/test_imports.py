@@ -16,7 +16,7 @@ ALLOWED = {
     "artifacts": {"msgspec"},
     "kernels": {"torch", "triton"},
     "compile": {"artifacts", "kernels", "torch", "safetensors", "click", "rich", "filelock"}
-    | {"platformdirs", "msgspec", "tokenizers"},
+    | {"platformdirs", "msgspec", "tokenizers", "triton"},
     "runtime": {"artifacts", "kernels", "torch", "safetensors", "tokenizers", "jinja2", "click"}
     | {"rich", "msgspec", "platformdirs"},
 }

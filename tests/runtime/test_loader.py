@@ -114,6 +114,20 @@ def test_other_targets_are_incompatible(
     assert _refused(folder, IncompatibleError).startswith(field)
 
 
+def test_one_rank_of_several_opens_to_be_measured(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = msgspec.structs.replace(SPEC, tp=2)
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
+    assert "--random-weights" in _refused(folder, IncompatibleError)
+    with Engine.load(folder, programs=FakeStep, random_weights=3) as engine:
+        assert "rank 0 of 2 runs alone" in caplog.text
+        assert len(engine.generate([30], GREEDY)[0].choices[0].token_ids) == 5
+        bias = SamplingParams(logit_bias={spec.rank_vocab: 1.0})
+        with pytest.raises(UsageError, match=f"logit_bias.*below {spec.rank_vocab}"):
+            engine.generate([30], bias)
+
+
 def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
     folder = tmp_path / "engine"
     seal_engine(folder, SPEC, weights=False)

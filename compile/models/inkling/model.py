@@ -38,7 +38,7 @@ class Decoder:
     world: int
 
     def logits(self, kind: StepKind) -> Tensor:
-        """Logits [R, real vocabulary] float32 after each row's last token."""
+        """Logits [R, V] float32 after each row's last token; V: `EngineSpec.rank_vocab`."""
         w, s = self.weights, self.shape
         peers, rank = self.pools["peers"], self.pools["rank"]
         h_TH = embed_norm(
@@ -53,7 +53,8 @@ class Decoder:
             h_TH, x_TH = self._boundary(m_TH, h_TH, i, "mlp", following)
         meta = self.meta
         scale = 1.0 / s.mup
-        logits_RV: Tensor = head(x_TH, w["head"], meta.sample_rows, meta.emits, scale, s.real_vocab)
+        vocab = min(s.real_vocab, w["head"].shape[0])
+        logits_RV: Tensor = head(x_TH, w["head"], meta.sample_rows, meta.emits, scale, vocab)
         return logits_RV
 
     def _attention(self, x_TH: Tensor, i: int, kind: StepKind) -> Tensor:
