@@ -7,8 +7,7 @@
 3. `mix` sums them a token. Nothing is accumulated by atomics: results are deterministic.
 
 Which tokens chose an expert: up to DIRECT of them, a program looks for itself through all choices;
-beyond, `group` lists them once. A shared expert has every live token, so it needs no list.
-An assignment is one expert of one token, numbered token * SLOTS + slot.
+beyond, `group` lists them once (`grouped_triton.py`).
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -20,200 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
-from inkling_engine.kernels.swiglu.triton_kernel import silu
+from inkling_engine.kernels.experts.grouped_triton import (
+    direct_kernel,
+    group_kernel,
+    listed_kernel,
+)
 
 FEW = 8  # tokens up to which a program sums over a token's experts itself
 FEW_BYTES = 16384  # of weight that a program of `down_few` holds
 DIRECT = 32  # tokens up to which that costs less than a launch
+EXACT = 256  # tokens up to which each expert's row is kept in fp32 until rows are mixed
 MIX_BLOCK = 1024
 SCAN_BLOCK = 4096  # choices that a program of `group` looks at at once
-
-
-@triton.jit
-def tile_of_expert(count, lane, place, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row) of tile `place`, expert >= number of experts if there is no such tile.
-
-    Tiles are numbered expert by expert, ceil(count / BLOCK_M) of each.
-    """
-    tiles = (count + BLOCK_M - 1) // BLOCK_M
-    passed = tl.cumsum(tiles, axis=0) <= place
-    counted = tl.sum(tl.where(passed, tiles * 2 * LANES + 1, 0), axis=0)  # both sums in one
-    return counted % (2 * LANES), (place - counted // (2 * LANES)) * BLOCK_M
-
-
-@triton.jit
-def group_kernel(
-    places, starts, lists, counts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """lists [ROUTED, TOKENS]: the assignments of an expert, ascending; counts of them."""
-    expert = tl.program_id(0)
-    live_tokens = tl.minimum(tl.load(starts + ROWS), TOKENS)
-    count = 0
-    for first in range(0, TOKENS, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        place = tl.load(places + token * ROUTED + expert, mask=token < live_tokens, other=0)
-        match = (place > 0).to(tl.int32)
-        to = lists + expert.to(tl.int64) * TOKENS + count + tl.cumsum(match, axis=0) - 1
-        tl.store(to, token * SLOTS + tl.minimum(place, SLOTS) - 1, mask=place > 0)
-        count += tl.sum(match, axis=0)
-    tl.store(counts + expert, count)
-
-
-@triton.jit
-def gated(
-    y, w13, expert, assignment, live, piece, SLOTS: tl.constexpr, HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """silu(gate) * up, [BLOCK_M, BLOCK_I] f32."""
-    column, k = tl.arange(0, 2 * BLOCK_I), tl.arange(0, BLOCK_K)
-    pair = piece * BLOCK_I + column // 2
-    weight_row = (expert * 2 + column % 2).to(tl.int64) * WIDTH + pair
-    x_tile = y + (assignment // SLOTS).to(tl.int64)[:, None] * HIDDEN + k[None, :]
-    w_tile = w13 + weight_row[None, :] * HIDDEN + k[:, None]
-    total = tl.zeros((BLOCK_M, 2 * BLOCK_I), tl.float32)
-    for start in range(0, HIDDEN, BLOCK_K):
-        deep = k < HIDDEN - start
-        w = tl.load(
-            w_tile + start, mask=(pair < WIDTH)[None, :] & deep[:, None], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        x = tl.load(x_tile + start, mask=live[:, None] & deep[None, :], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee")
-    gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_I, 2)))
-    return silu(gate) * up
-
-
-@triton.jit
-def reduced(
-    act, w2, expert, assignment, live, h, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Columns `h` of act @ w2^T, [BLOCK_M, BLOCK_H] f32."""
-    k = tl.arange(0, BLOCK_K)
-    x_tile = act + assignment.to(tl.int64)[:, None] * WIDTH + k[None, :]
-    w_tile = w2 + (expert.to(tl.int64) * HIDDEN + h[None, :]) * WIDTH + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        deep = k < WIDTH - start
-        w = tl.load(
-            w_tile + start, mask=(h < HIDDEN)[None, :] & deep[:, None], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        x = tl.load(x_tile + start, mask=live[:, None] & deep[None, :], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def direct_kernel(
-    x, weight, chosen, places, starts, out, GATE_UP: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr,
-    COUNT: tl.constexpr, LEADERS: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`gate_up` (x = y, out = act) or `down` (x = act, out = rows) for up to DIRECT tokens.
-
-    COUNT programs are for the routed experts or, where there are fewer (LEADERS), the routed
-    assignments, of which the first of an expert does its work; then tiles of the shared experts.
-    """
-    piece, number = tl.program_id(0), tl.program_id(1)
-    TOP: tl.constexpr = SLOTS - SHARED
-    ROUTED: tl.constexpr = EXPERTS - SHARED
-    token, m = tl.arange(0, LANES), tl.arange(0, BLOCK_M)
-    live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
-    routed, leader, expert = number < COUNT, number // TOP, number
-    if LEADERS:
-        expert = tl.load(chosen + leader * SLOTS + number % TOP, mask=routed, other=0)
-        expert = tl.minimum(tl.maximum(expert, 0), ROUTED - 1)
-    mask = routed & (token < live_tokens)
-    if TOKENS == 1:
-        place = tl.where(mask, number % TOP + 1, 0)
-    else:
-        place = tl.load(places + token * ROUTED + expert, mask=mask, other=0).to(tl.int32)
-    match = (place > 0).to(tl.int32)
-    rank, count = tl.cumsum(match, axis=0) - 1, tl.sum(match, axis=0)
-    if LEADERS:
-        count = tl.where(tl.min(tl.where(match > 0, token, LANES), axis=0) == leader, count, 0)
-    tile, which = (number - COUNT) // SHARED, (number - COUNT) % SHARED
-    begin, tiles = 0, tl.cdiv(count, BLOCK_M)
-    if number >= COUNT:
-        begin, count, expert = tile * BLOCK_M, live_tokens, ROUTED + which
-        tiles = tl.where(begin < live_tokens, 1, 0)
-    index = token * SLOTS + tl.minimum(place, SLOTS) - 1
-    SIZE: tl.constexpr = WIDTH if GATE_UP else HIDDEN
-    n = piece * BLOCK_N + tl.arange(0, BLOCK_N)
-    for step in range(tiles):
-        row = begin + step * BLOCK_M + m
-        own = (match > 0)[None, :] & (rank[None, :] == row[:, None])
-        member = tl.sum(tl.where(own, index[None, :], 0), axis=1)
-        assignment = tl.where(routed, member, row * SLOTS + TOP + which)
-        live = row < count
-        if GATE_UP:
-            value = gated(
-                x, weight, expert, assignment, live, piece, SLOTS, HIDDEN, WIDTH, BLOCK_M,
-                BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            value = reduced(
-                x, weight, expert, assignment, live, n, HIDDEN, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K
-            )
-        line = out + assignment.to(tl.int64)[:, None] * SIZE + n[None, :]
-        tl.store(line, value, mask=live[:, None] & (n < SIZE)[None, :])
-
-
-@triton.jit
-def listed_kernel(
-    x, weight, counts, lists, starts, out, GATE_UP: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr,
-    COUNT: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """The same for any number of tokens, from the lists: COUNT tiles, then shared ones."""
-    piece, number = tl.program_id(0), tl.program_id(1)
-    ROUTED: tl.constexpr = EXPERTS - SHARED
-    lane = tl.arange(0, LANES)
-    live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
-    count = tl.load(counts + lane, mask=lane < ROUTED, other=0)
-    expert, first = tile_of_expert(count, lane, number, LANES, BLOCK_M)
-    routed, which = number < COUNT, (number - COUNT) % SHARED
-    end = tl.load(counts + expert, mask=routed & (expert < ROUTED), other=0)
-    if number >= COUNT:
-        expert, first, end = ROUTED + which, (number - COUNT) // SHARED * BLOCK_M, live_tokens
-    if first >= end:
-        return
-    row = first + tl.arange(0, BLOCK_M)
-    live = row < end
-    own = lists + expert.to(tl.int64) * TOKENS + row
-    listed = tl.load(own, mask=live & routed, other=0)
-    listed = tl.minimum(tl.maximum(listed, 0), TOKENS * SLOTS - 1)
-    assignment = tl.where(routed, listed, row * SLOTS + SLOTS - SHARED + which)
-    SIZE: tl.constexpr = WIDTH if GATE_UP else HIDDEN
-    line = out + assignment.to(tl.int64)[:, None] * SIZE
-    n = piece * STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATE_UP:
-        value = gated(
-            x, weight, expert, assignment, live, piece, SLOTS, HIDDEN, WIDTH, BLOCK_M, BLOCK_N,
-            BLOCK_K,
-        )  # fmt: skip
-        tl.store(line + n[None, :], value, mask=live[:, None] & (n < SIZE)[None, :])
-    elif BLOCK_K >= WIDTH:  # the rows are held while the program walks over columns
-        k = tl.arange(0, BLOCK_K)
-        deep = k < WIDTH
-        cell = x + assignment.to(tl.int64)[:, None] * WIDTH + k[None, :]
-        held = tl.load(cell, mask=live[:, None] & deep[None, :], other=0.0)
-        w_tile = weight + (expert.to(tl.int64) * HIDDEN + n[None, :]) * WIDTH + k[:, None]
-        for _ in range(STEPS):
-            w = tl.load(w_tile, mask=(n < HIDDEN)[None, :] & deep[:, None], other=0.0)
-            value = tl.dot(held, w, input_precision="ieee")
-            tl.store(line + n[None, :], value, mask=live[:, None] & (n < SIZE)[None, :])
-            w_tile += BLOCK_N * WIDTH
-            n += BLOCK_N
-    else:
-        value = reduced(
-            x, weight, expert, assignment, live, n, HIDDEN, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        tl.store(line + n[None, :], value, mask=live[:, None] & (n < SIZE)[None, :])
 
 
 @triton.jit
@@ -310,6 +127,72 @@ def most_tiles(assignments: int, experts: int, rows: int) -> int:
     return min(assignments, min(assignments, experts) + assignments // rows)
 
 
+class Grouping(NamedTuple):
+    """Which tokens chose which expert, and the sizes that all grouped products share.
+
+    `chosen`, `places`, `starts` are the op's; `counts` and `lists` are there if programs do not
+    look for themselves.
+    """
+
+    chosen: Tensor
+    places: Tensor
+    starts: Tensor
+    sizes: dict[str, int]
+    lists: Tensor | None = None
+    counts: Tensor | None = None
+
+    def places_and_tiles(self, rows: int) -> tuple[int, int]:
+        """Programs of a column block: for routed experts, and with the shared ones' tiles."""
+        tokens, shared = self.sizes["TOKENS"], self.sizes["SHARED"]
+        assignments, routed = tokens * (self.sizes["SLOTS"] - shared), self.places.shape[1]
+        if self.lists is None:
+            programs = min(assignments, routed)
+        else:
+            programs = most_tiles(assignments, routed, rows)
+        return programs, programs + shared * triton.cdiv(tokens, rows)
+
+
+def grouped(chosen: Tensor, places: Tensor, starts: Tensor, w2: Tensor) -> Grouping:
+    """Group the assignments: lists for more than DIRECT tokens."""
+    (tokens, slots), (count, hidden, width), routed = chosen.shape, w2.shape, places.shape[1]
+    sizes = {
+        "ROWS": starts.shape[0] - 1, "TOKENS": tokens, "SLOTS": slots, "SHARED": count - routed,
+        "EXPERTS": count, "HIDDEN": hidden, "WIDTH": width,
+    }  # fmt: skip
+    if tokens <= DIRECT:
+        return Grouping(chosen, places, starts, sizes)
+    lists, counts = starts.new_empty(routed, tokens), starts.new_empty(routed)
+    launchable(group_kernel)[(routed,)](
+        places, starts, lists, counts, ROWS=sizes["ROWS"], TOKENS=tokens, SLOTS=slots,
+        ROUTED=routed, BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), num_warps=8,
+    )  # fmt: skip
+    return Grouping(chosen, places, starts, sizes, lists, counts)
+
+
+def product(
+    group: Grouping, x: Tensor, weight: Tensor, to: Tensor, tiles: Tiles, *, gate_up: bool
+) -> None:
+    """`gate_up` or `down` of all assignments: `to` from `x`."""
+    programs, all_tiles = group.places_and_tiles(tiles.rows)
+    columns, routed = to.shape[1], group.places.shape[1]
+    grid = triton.cdiv(columns, tiles.columns * tiles.steps), all_tiles
+    shared = {
+        "GATE_UP": gate_up, **group.sizes, "COUNT": programs, "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.columns, "BLOCK_K": tiles.depth, "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }  # fmt: skip
+    if group.lists is None:
+        launchable(direct_kernel)[grid](
+            x, weight, group.chosen, group.places, group.starts, to, **shared,
+            LEADERS=programs < routed, LANES=triton.next_power_of_2(group.chosen.shape[0]),
+        )  # fmt: skip
+    else:
+        launchable(listed_kernel)[grid](
+            x, weight, group.counts, group.lists, group.starts, to, **shared,
+            LANES=triton.next_power_of_2(routed), STEPS=tiles.steps,
+        )  # fmt: skip
+
+
 def experts(
     y: Tensor,
     w13: Tensor,
@@ -321,53 +204,24 @@ def experts(
 ) -> Tensor:
     """Run each expert over its tokens and mix; see the package docstring."""
     (tokens, hidden), slots, (count, _, width) = y.shape, chosen.shape[1], w2.shape
-    routed, assignments = places.shape[1], tokens * slots
-    shared, top = count - routed, slots - count + routed
-    act, out, rows = y.new_empty(assignments, width), torch.empty_like(y), starts.shape[0] - 1
-    size = tile_rows(tokens, top, routed)
-    wide = y.dtype == torch.float32
-    up = fitted(WIDE if wide else GATE_UP[size], width, hidden)
-    down = fitted(WIDE if wide else DOWN[size], hidden, width)
-    sizes = {
-        "ROWS": rows, "TOKENS": tokens, "SLOTS": slots, "SHARED": shared, "EXPERTS": count,
-        "HIDDEN": hidden, "WIDTH": width,
-    }  # fmt: skip
-    direct = tokens <= DIRECT
-    if not direct:
-        lists, counts = starts.new_empty(routed, tokens), starts.new_empty(routed)
-        launchable(group_kernel)[(routed,)](
-            places, starts, lists, counts, ROWS=rows, TOKENS=tokens, SLOTS=slots, ROUTED=routed,
-            BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), num_warps=8,
-        )  # fmt: skip
-
-    def product(x: Tensor, weight: Tensor, to: Tensor, tiles: Tiles, columns: int) -> None:
-        blocks = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "BLOCK_K": tiles.depth}
-        options = {**blocks, "num_warps": tiles.warps, "num_stages": tiles.stages}
-        most = tokens * top if direct else most_tiles(tokens * top, routed, tiles.rows)
-        programs = min(most, routed) if direct else most
-        all_tiles = programs + shared * triton.cdiv(tokens, tiles.rows)
-        grid = triton.cdiv(columns, tiles.columns * tiles.steps), all_tiles
-        if direct:
-            launchable(direct_kernel)[grid](
-                x, weight, chosen, places, starts, to, GATE_UP=to is act, **sizes, COUNT=programs,
-                LEADERS=most < routed, LANES=triton.next_power_of_2(tokens), **options,
-            )  # fmt: skip
-        else:
-            launchable(listed_kernel)[grid](
-                x, weight, counts, lists, starts, to, GATE_UP=to is act, **sizes, COUNT=programs,
-                LANES=triton.next_power_of_2(routed), STEPS=tiles.steps, **options,
-            )  # fmt: skip
-
-    product(y, w13, act, up, width)
+    routed, wide = places.shape[1], y.dtype == torch.float32
+    rows = tile_rows(tokens, slots - count + routed, routed)
+    group = grouped(chosen, places, starts, w2)
+    act, out = y.new_empty(tokens * slots, width), torch.empty_like(y)
+    tiles = fitted(WIDE if wide else GATE_UP[rows], width, hidden)
+    product(group, y, w13, act, tiles, gate_up=True)
     if tokens <= FEW:
         _down_few(act, w2, chosen, weights, starts, out)
         return out
-    products = y.new_empty(assignments, hidden, dtype=torch.float32 if direct else y.dtype)
-    product(act, w2, products, down, hidden)
+    exact = torch.float32 if tokens <= EXACT else y.dtype
+    products = y.new_empty(tokens * slots, hidden, dtype=exact)
+    tiles = fitted(WIDE if wide else DOWN[rows], hidden, width)
+    product(group, act, w2, products, tiles, gate_up=False)
     block = min(MIX_BLOCK, triton.next_power_of_2(hidden))
     launchable(mix_kernel)[(triton.cdiv(hidden, block), tokens)](
-        products, weights, starts, out, ROWS=rows, SLOTS=slots, HIDDEN=hidden, BLOCK=block
-    )
+        products, weights, starts, out, ROWS=starts.shape[0] - 1, SLOTS=slots, HIDDEN=hidden,
+        BLOCK=block,
+    )  # fmt: skip
     return out
 
 
