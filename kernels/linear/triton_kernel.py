@@ -93,7 +93,7 @@ def vector_config(columns: int, depth: int, item_bytes: int) -> tuple[int, int, 
     """BLOCK_N, BLOCK_K and warps of `vector_kernel`."""
     block_k = max(16, triton.next_power_of_2(depth))
     block_n = max(1, TILE_BYTES // (block_k * item_bytes))
-    while 1 < block_n and columns < PROGRAMS * block_n:
+    while block_n > 1 and columns < PROGRAMS * block_n:
         if block_n * block_k * item_bytes <= LEAST_BYTES:
             break
         block_n //= 2
