@@ -1,10 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""Decode attention, split over keys.
+"""Decode attention, split over keys, in one launch.
 
 A program takes one row, one kv head and a run of key blocks; the kv head's query heads share its
 tile, padded to the 16 rows of a tensor-core product. The distances of a block of consecutive keys
 are consecutive too, so its relative bias is r times a slice of the bank, for all heads at once.
-With several splits a second launch merges them (`combine_kernel`); a window is one program's work.
+Each split leaves its output and raises a flag; the last splits of a row wait for all flags and
+merge, in the order of the splits. Scratch is not initialised: a flag is a 64-bit number that
+nothing else writes, and whoever merges clears it. Programs start in the order of their numbers,
+so whoever waits waits for programs that run already.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
 from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
 from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
-    combine,
     key_pointers,
     page_of,
     relative_scores,
@@ -31,52 +33,136 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
 
 RESIDENT = 2  # programs that share a processor
 MOST_SPLITS = 128
+RAISED = tl.constexpr(0x6A09E667F3BCC909)  # a flag: the fraction of the square root of 2
 
 
 @dataclass(frozen=True)
 class Config:
-    """Splits of a row's keys, keys a split has at least, keys of a block, warps, stages."""
+    """Splits of a row's keys, blocks a split has at least, keys of a block.
+
+    Parts of a block: one a warp, or 1 for products that all warps share. `single`: no split has
+    more than one block. `mergers`: splits that share the merge of a row.
+    """
 
     splits: int
     least: int
     block: int
+    parts: int
     warps: int
     stages: int
+    single: bool = False
+    mergers: int = 1
 
 
 def configure(tokens: int, kv_heads: int, capacity: int, window: int, wide: bool) -> Config:
-    """One full wave of programs; more when rows can be so long that one would straggle."""
+    """One full wave of programs; more when rows can be so long that one would straggle.
+
+    Few programs share the products among warps (8 rows of 8192 keys: 17 us, 21 with parts); of
+    many, more would fit a processor and the last wave be a short one (128 rows: 179 us, 144).
+    A window of few rows is a page a program: 5.6, 7.3 and 9.3 us at 1, 8 and 32 rows, and 12 to 15
+    in one to five splits; at 128 rows the flags cost more than they give (19 us, 16).
+    """
     programs = tokens * kv_heads
-    if wide:
-        block, warps, stages = 64, 4, 2  # a part's product needs 16 keys
-    elif window:
-        block, warps, stages = 128, 8, 4
-    else:
-        block, warps, stages = 64, 4, 4
+    many = programs > PROCESSORS // 2
+    if window and (many or wide):
+        return Config(1, 1, 64, 4, 4, 2 if wide else 3)
     if window:
-        return Config(1, 1, block, warps, stages)
-    least = 256 if programs < PROCESSORS else 512
+        return Config(triton.cdiv(window - 1, 64) + 1, 1, 64, 1, 2, 1, single=True)
+    parts, stages = (4, 2) if wide else (4, 4) if many else (1, 3)
+    least = 128 if programs == 1 else 256 if programs < PROCESSORS else 512
     splits = max(RESIDENT * PROCESSORS // programs, capacity // 16384)
     splits = max(1, min(splits, triton.cdiv(capacity, least), MOST_SPLITS))
-    return Config(splits, least // block, block, warps, stages)
+    return Config(splits, least // 64, 64, parts, 4, stages, mergers=4 if splits > 16 else 1)
 
 
 @triton.jit
 def bank_slice(rel_proj, distance, REL: tl.constexpr, RELS: tl.constexpr, EXTENT: tl.constexpr):
-    """rel_proj at `distance` [PARTS, N], [PARTS, RELS, N]; anything outside the extent."""
-    c = tl.arange(0, RELS)[None, :, None]
-    inside = tl.minimum(tl.maximum(distance, 0), EXTENT - 1)[:, None, :]
-    return tl.load(rel_proj + (tl.minimum(c, REL - 1) * EXTENT + inside))
+    """rel_proj at `distance` [.., N], [.., RELS, N]; anything outside the extent."""
+    axis: tl.constexpr = len(distance.shape) - 1
+    c = tl.minimum(tl.arange(0, RELS), REL - 1)[:, None]
+    inside = tl.minimum(tl.maximum(distance, 0), EXTENT - 1)
+    return tl.load(rel_proj + (c * EXTENT + tl.expand_dims(inside, axis)))
+
+
+@triton.jit
+def attend(
+    query, r_high, r_low, bank, k, v, distance, maximum, total, output,
+    SCALE: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One block of keys in the running softmax; `bank` is its slice."""
+    axis: tl.constexpr = len(distance.shape) - 1
+    scores = relative_scores(r_high, r_low, bank)
+    if (WINDOW == 0) | (WINDOW > EXTENT):
+        scores = tl.where(tl.expand_dims(distance < EXTENT, axis), scores, 0.0)
+    turned = tl.trans(k) if axis == 0 else tl.trans(k, 0, 2, 1)
+    scores = tl.dot(query, turned, scores, input_precision="ieee")
+    scores = tl.where(tl.expand_dims(visible(distance, WINDOW), axis), scores, float("-inf"))
+    return softmax_step(scores, SCALE, maximum, total, output, v)
+
+
+@triton.jit
+def visible(distance, WINDOW: tl.constexpr):
+    return (distance >= 0) & (distance < WINDOW) if WINDOW > 0 else distance >= 0
+
+
+@triton.jit
+def merge_parts(maximum, total, output, GROUP: tl.constexpr):
+    """The softmax of all parts from that of each, [P, M] and [P, M, D]; only GROUP lines count."""
+    PARTS: tl.constexpr = output.shape[0]
+    HALF: tl.constexpr = output.shape[1] // 2
+    if GROUP <= HALF:  # half of the tile is padding
+        maximum, _ = tl.split(tl.permute(tl.reshape(maximum, (PARTS, 2, HALF)), (0, 2, 1)))
+        total, _ = tl.split(tl.permute(tl.reshape(total, (PARTS, 2, HALF)), (0, 2, 1)))
+        output = tl.reshape(output, (PARTS, 2, HALF, output.shape[2]))
+        output, _ = tl.split(tl.permute(output, (0, 2, 3, 1)))
+    highest = tl.max(maximum, 0)
+    weight = tl.exp2(maximum - highest[None, :])
+    return highest, tl.sum(total * weight, 0), tl.sum(output * weight[:, :, None], 0)
+
+
+@triton.jit
+def merge_splits(
+    partial, stats, flag, out, active, first, mergers,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
+    PADDED: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Wait for the flags of `active` splits and write each `mergers`-th slice of SLICE heads.
+
+    `partial` [GROUP, SPLITS, DIM] and `stats` [GROUP, SPLITS, 2] are of one row and kv head.
+    """
+    s = tl.arange(0, PADDED)
+    here = s < active
+    missing = tl.full((), 1, tl.int32)
+    while missing > 0:
+        found = tl.atomic_add(flag + s, 0, here, sem="acquire")
+        missing = tl.sum(((found != RAISED) & here).to(tl.int32))
+    d = tl.arange(0, DIMS)
+    for part in range(first, SLICES, mergers):
+        h = part * SLICE + tl.arange(0, SLICE)
+        held = here[:, None] & (h < GROUP)[None, :]
+        line = h[None, :] * SPLITS + s[:, None]
+        peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
+        weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
+        at = partial + (line[:, :, None] * DIM + d[None, None, :])
+        held3 = held[:, :, None] & (d < DIM)[None, None, :]
+        values = tl.load(at, held3, other=0.0, cache_modifier=".cg")
+        merged = tl.sum(weight[:, :, None] * values, 0).to(out.dtype.element_ty)
+        to = out + (h[:, None] * DIM + d[None, :])
+        tl.store(to, merged, (h < GROUP)[:, None] & (d < DIM)[None, :])
+    tl.store(flag + s, 0, here)
 
 
 @triton.jit
 def decode_kernel(
-    q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats,
+    q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
     tokens, rows, lines, pages, layer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     SOME: tl.constexpr = BLOCK // PARTS
@@ -93,12 +179,16 @@ def decode_kernel(
     first = low // BLOCK
     last = position // BLOCK + 1
     share = tl.maximum(tl.cdiv(last - first, SPLITS), LEAST)
+    active = tl.cdiv(last - first, share)
     first += split * share
     last = tl.minimum(first + share, last)
     # Keys descend, so that their distances ascend and slices of the bank are read forwards.
-    n = BLOCK - 1 - (tl.arange(0, PARTS)[:, None] * SOME + tl.arange(0, SOME)[None, :])
+    if PARTS == 1:
+        n = BLOCK - 1 - tl.arange(0, BLOCK)
+    else:
+        n = BLOCK - 1 - (tl.arange(0, PARTS)[:, None] * SOME + tl.arange(0, SOME)[None, :])
     anchor = n
-    if PAGE % SOME == 0:  # one page a part
+    if (PARTS > 1) & (PAGE % SOME == 0):  # one page a part
         anchor = BLOCK - SOME - tl.arange(0, PARTS)[:, None] * SOME
     page = page_of(table, first, anchor, PAGE, TABLE, BLOCK)
 
@@ -106,71 +196,83 @@ def decode_kernel(
     d = tl.arange(0, DIMS)
     heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
     at = (head * GROUP + g)[:, None] * DIM + d[None, :]
-    if (row >= live) & (SPLITS == 1):  # the program also clears the padded token of its number
+    if (row >= live) & (split == 0):  # the program also clears the padded token of its number
         nothing = tl.zeros((GROUPS, DIMS), out.dtype.element_ty)
         tl.store(out + tl.cast(row, tl.int64) * (HEADS * DIM) + at, nothing, heads)
-    if (row >= rows) | (count == 0):
-        return
-    line = tl.cast(token, tl.int64) * HEADS
-    if (first >= last) & (SPLITS > 1):
-        stat = stats + ((line + head * GROUP + g) * SPLITS + split) * 2
-        tl.store(stat, float("-inf"), g < GROUP)
-        tl.store(stat + 1, 0.0, g < GROUP)
+    if (row >= rows) | (count == 0) | (split >= active):
         return
 
+    line = tl.cast(token, tl.int64) * HEADS
     query = tl.load(q + line * DIM + at, heads, other=0.0)
     c = tl.arange(0, RELS)
     relative = r + (line + head * GROUP + g)[:, None] * REL + c[None, :]
     relative = tl.load(relative, (g < GROUP)[:, None] & (c < REL)[None, :], other=0.0)
     following = bank_slice(rel_proj, position - first * BLOCK - n, REL, RELS, EXTENT)
-    query = tl.broadcast_to(query[None, :, :], (PARTS, GROUPS, DIMS))
-    relative = tl.broadcast_to(relative[None, :, :], (PARTS, GROUPS, RELS))
-    r_high, r_low = two_parts(relative * DIM, rel_proj.dtype.element_ty)
-    maximum = tl.full((PARTS, GROUPS), -1e30, tl.float32)
-    total = tl.zeros((PARTS, GROUPS), tl.float32)
-    output = tl.zeros((PARTS, GROUPS, DIMS), tl.float32)
-    for block in range(first, last):
-        bank = following
-        distance = position - block * BLOCK - n
-        following = bank_slice(rel_proj, distance - BLOCK, REL, RELS, EXTENT)
-        seen = distance >= 0
-        if WINDOW > 0:
-            seen &= distance < WINDOW
-        where = key_pointers(
-            kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
-        )
-        page = page_of(table, block + 1, anchor, PAGE, TABLE, BLOCK)
-        k = tl.load(where, (d < DIM)[None, None, :], other=0.0)
-        scores = relative_scores(r_high, r_low, bank)
-        if (WINDOW == 0) | (WINDOW > EXTENT):
-            scores = tl.where(distance[:, None, :] < EXTENT, scores, 0.0)
-        scores = tl.dot(query, tl.trans(k, 0, 2, 1), scores, input_precision="ieee")
-        scores = tl.where(seen[:, None, :], scores, float("-inf"))
-        read = seen[:, :, None] & (d < DIM)[None, None, :]
-        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
-        maximum, total, output = softmax_step(scores, SCALE, maximum, total, output, v)
-    if GROUP * 2 <= GROUPS:  # half of the tile is padding
-        HALF: tl.constexpr = GROUPS // 2
-        maximum, _ = tl.split(tl.permute(tl.reshape(maximum, (PARTS, 2, HALF)), (0, 2, 1)))
-        total, _ = tl.split(tl.permute(tl.reshape(total, (PARTS, 2, HALF)), (0, 2, 1)))
-        output = tl.permute(tl.reshape(output, (PARTS, 2, HALF, DIMS)), (0, 2, 3, 1))
-        output, _ = tl.split(output)
-        g = tl.arange(0, HALF)
-        heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
-        at = (head * GROUP + g)[:, None] * DIM + d[None, :]
-    stat = stats + ((line + head * GROUP + g) * SPLITS + split) * 2
-    highest = tl.max(maximum, 0)
-    weight = tl.exp2(maximum - highest[None, :])
-    all_parts = tl.sum(total * weight, 0)
-    result = tl.sum(output * weight[:, :, None], 0)
-    if SPLITS == 1:
-        result = (result / all_parts[:, None]).to(out.dtype.element_ty)
-        tl.store(out + line * DIM + at, result, heads)
+    axis: tl.constexpr = len(n.shape)
+    if PARTS == 1:
+        maximum = tl.full((GROUPS,), -1e30, tl.float32)
+        output = tl.zeros((GROUPS, DIMS), tl.float32)
     else:
-        tl.store(stat, highest, g < GROUP)
-        tl.store(stat + 1, all_parts, g < GROUP)
-        to = (line + head * GROUP + g) * SPLITS + split
-        tl.store(partial + to[:, None] * DIM + d[None, :], result, heads)
+        query = tl.broadcast_to(query[None, :, :], (PARTS, GROUPS, DIMS))
+        relative = tl.broadcast_to(relative[None, :, :], (PARTS, GROUPS, RELS))
+        maximum = tl.full((PARTS, GROUPS), -1e30, tl.float32)
+        output = tl.zeros((PARTS, GROUPS, DIMS), tl.float32)
+    total = tl.zeros_like(maximum)
+    r_high, r_low = two_parts(relative * DIM, rel_proj.dtype.element_ty)
+    if SINGLE:
+        distance = position - first * BLOCK - n
+        where = key_pointers(
+            kv_pool, page, first, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
+        )
+        k = tl.load(where, d < DIM, other=0.0)
+        read = tl.expand_dims(visible(distance, WINDOW), axis) & (d < DIM)
+        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
+        maximum, total, output = attend(
+            query, r_high, r_low, following, k, v, distance, maximum, total, output,
+            SCALE, EXTENT, WINDOW,
+        )  # fmt: skip
+    else:
+        for block in range(first, last):
+            bank = following
+            distance = position - block * BLOCK - n
+            following = bank_slice(rel_proj, distance - BLOCK, REL, RELS, EXTENT)
+            where = key_pointers(
+                kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
+            )
+            page = page_of(table, block + 1, anchor, PAGE, TABLE, BLOCK)
+            k = tl.load(where, d < DIM, other=0.0)
+            read = tl.expand_dims(visible(distance, WINDOW), axis) & (d < DIM)
+            v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
+            maximum, total, output = attend(
+                query, r_high, r_low, bank, k, v, distance, maximum, total, output,
+                SCALE, EXTENT, WINDOW,
+            )  # fmt: skip
+    if PARTS > 1:
+        maximum, total, output = merge_parts(maximum, total, output, GROUP)
+    g = tl.arange(0, maximum.shape[0])
+    heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    at = (head * GROUP + g)[:, None] * DIM + d[None, :]
+    if (SPLITS == 1) | (active == 1):
+        tl.store(out + line * DIM + at, (output / total[:, None]).to(out.dtype.element_ty), heads)
+    if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
+        if active > 1:
+            cell = line + head * GROUP
+            lane = (cell + g) * SPLITS + split
+            tl.store(stats + lane * 2, maximum, g < GROUP)
+            tl.store(stats + lane * 2 + 1, total, g < GROUP)
+            tl.store(partial + lane[:, None] * DIM + d[None, :], output, heads)
+            tl.debug_barrier()
+            mergers = tl.minimum(active, MERGERS)
+            flag = flags + (tl.cast(token, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
+            j = tl.arange(0, MERGERS)
+            tl.atomic_xchg(flag + j * SPLITS + split, RAISED, j < mergers, sem="release")
+            place = active - 1 - split
+            if place < mergers:
+                merge_splits(
+                    partial + cell * (SPLITS * DIM), stats + cell * (SPLITS * 2),
+                    flag + place * SPLITS, out + cell * DIM, active, place, mergers,
+                    GROUP, DIM, DIMS, SPLITS, PADDED, MERGERS, SLICE,
+                )  # fmt: skip
 
 
 def attention_decode(
@@ -190,22 +292,24 @@ def attention_decode(
     (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
     group, wide = heads // kv_heads, q.dtype == torch.float32
     config = configure(tokens, kv_heads, table * page, window, wide)
+    mergers = min(config.mergers, triton.next_power_of_2(group))
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     share = (tokens, heads, config.splits) if config.splits > 1 else (1, 1, 1)
     partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((*share, 2), dtype=torch.float32, device=q.device)
+    flags = torch.empty((*share, mergers), dtype=torch.int64, device=q.device)
     launchable(decode_kernel)[(config.splits, kv_heads, tokens)](
-        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats,
+        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
         tokens, rows, lines, pages, LAYER_UNIT.value * layer,
         KV_HEADS=kv_heads, GROUP=group, GROUPS=max(16, triton.next_power_of_2(group)),
         DIM=dim, DIMS=max(16, triton.next_power_of_2(dim)),
         REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
-        SPLITS=config.splits, LEAST=config.least, BLOCK=config.block, PARTS=config.warps,
+        SPLITS=config.splits, LEAST=config.least, BLOCK=config.block, PARTS=config.parts,
+        SINGLE=config.single, PADDED=triton.next_power_of_2(config.splits), MERGERS=mergers,
+        SLICE=triton.next_power_of_2(group) // mergers,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if config.splits > 1:
-        combine(partial, stats, starts, out)
     return out
 
 

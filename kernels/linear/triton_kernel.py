@@ -1,7 +1,7 @@
 """Matrix product of each token: Triton kernels for few tokens, cuBLAS for many.
 
 For few tokens the time is that of reading the weight once. One token: a program holds some whole
-rows of the weight in registers. Up to 16: tiles on the tensor cores, narrow ones, so that many
+rows of the weight in registers. Up to 128: tiles on the tensor cores, narrow ones, so that many
 programs read. fp32 is IEEE here; through cuBLAS it is unless the process allows TF32, and bf16
 sums are fp32 unless it allows reduced precision.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
 
-FEW = 16  # tokens up to which `tile_kernel` is used: the least rows of a tensor core product
 TILE_BYTES = 32768  # of weight that a program of `vector_kernel` holds at most,
-LEAST_BYTES = 8192  # and at least
+LEAST_BYTES = 4096  # and at least,
+PROGRAMS = 768  # unless there are as many: six a processor, so that none waits for a straggler
 MAX_DEPTH = 8192  # elements of a row that it takes at once
 
 
@@ -43,32 +43,48 @@ def vector_kernel(
 @triton.jit
 def tile_kernel(
     x, weight, y, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """y [TOKENS, COLUMNS] = x [TOKENS, DEPTH] @ weight [COLUMNS, DEPTH]^T; TOKENS <= BLOCK_M."""
-    m = tl.arange(0, BLOCK_M)
+    """y [TOKENS, COLUMNS] = x [TOKENS, DEPTH] @ weight [COLUMNS, DEPTH]^T, or a part of the depth
+    a warp and their sum in order."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    x_tile = x + m[:, None] * DEPTH + k[None, :]
-    w_tile = weight + n[None, :].to(tl.int64) * DEPTH + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, DEPTH, BLOCK_K):
-        deep = k < DEPTH - start
+    SHARE: tl.constexpr = (DEPTH + PARTS - 1) // PARTS
+    if PARTS == 1:
+        depth = k[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        x_line, x_mask = m[:, None], (m < TOKENS)[:, None]
+        w_line, w_mask = n[:, None].to(tl.int64), (n < COLUMNS)[:, None]
+    else:
+        depth = (tl.arange(0, PARTS) * SHARE)[:, None, None] + k[None, None, :]
+        total = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+        x_line, x_mask = m[None, :, None], (m < TOKENS)[None, :, None]
+        w_line, w_mask = n[None, :, None].to(tl.int64), (n < COLUMNS)[None, :, None]
+    for start in range(0, SHARE, BLOCK_K):
+        deep = depth < DEPTH - start
+        if SHARE % BLOCK_K != 0:
+            deep &= k < SHARE - start
         w = tl.load(
-            w_tile + start, mask=(n < COLUMNS)[None, :] & deep[:, None], other=0.0,
+            weight + w_line * DEPTH + depth + start, mask=w_mask & deep, other=0.0,
             eviction_policy="evict_first",
         )  # fmt: skip
-        values = tl.load(x_tile + start, mask=(m < TOKENS)[:, None] & deep[None, :], other=0.0)
-        total = tl.dot(values, w, total, input_precision="ieee")
-    line = y + m[:, None] * COLUMNS + n[None, :]
+        values = tl.load(x + x_line * DEPTH + depth + start, mask=x_mask & deep, other=0.0)
+        turned = tl.trans(w) if PARTS == 1 else tl.trans(w, 0, 2, 1)
+        total = tl.dot(values, turned, total, input_precision="ieee")
+    if PARTS > 1:
+        total = tl.sum(total, 0)
+    line = y + m[:, None].to(tl.int64) * COLUMNS + n[None, :]
     tl.store(line, total, mask=(m < TOKENS)[:, None] & (n < COLUMNS)[None, :])
 
 
 class Tiles(NamedTuple):
-    """Blocks of `tile_kernel`."""
+    """Blocks of `tile_kernel`: rows, columns, depth; parts of the depth."""
 
+    rows: int
     columns: int
     depth: int
+    parts: int
     warps: int
     stages: int
 
@@ -77,17 +93,30 @@ def vector_config(columns: int, depth: int, item_bytes: int) -> tuple[int, int, 
     """BLOCK_N, BLOCK_K and warps of `vector_kernel`."""
     block_k = max(16, triton.next_power_of_2(depth))
     block_n = max(1, TILE_BYTES // (block_k * item_bytes))
-    while columns < 192 * block_n and block_n * block_k * item_bytes > LEAST_BYTES:
-        block_n //= 2  # more programs than multiprocessors
-    return block_n, block_k, min(8, max(1, block_n * block_k // 1024))
+    while block_n > 1 and columns < PROGRAMS * block_n:
+        if block_n * block_k * item_bytes <= LEAST_BYTES:
+            break
+        block_n //= 2
+    return block_n, block_k, min(8, max(1, block_n * block_k // 512))
 
 
-def tile_config(columns: int, depth: int, item_bytes: int) -> Tiles:
-    """A warp for each 8 columns, so that none multiplies what another does."""
+def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:
+    """Whether the product is `tile_kernel`'s: no slower than cuBLAS, and always one launch."""
+    return tokens <= 16 or (item_bytes == 2 and tokens <= 128 and columns * depth <= 2**22)
+
+
+def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles:
+    """Tiles so narrow that all processors read; a long depth is shared by the warps."""
+    rows = min(64, max(16, triton.next_power_of_2(tokens)))
     if item_bytes == 4:
-        return Tiles(32, min(32, max(16, triton.next_power_of_2(depth))), 4, 2)
-    block_n = 8 if columns < 2048 else 16
-    return Tiles(block_n, min(512, max(16, triton.next_power_of_2(depth))), block_n // 8, 4)
+        tiles = Tiles(16, 32, 32, 1, 4, 2)
+    elif columns < 2048 <= depth:  # 5.2 us at 832 x 4096 and 8 tokens; 7.4 without parts
+        tiles = {16: Tiles(16, 8, 256, 4, 4, 3), 32: Tiles(32, 8, 128, 4, 4, 4)}.get(
+            rows, Tiles(64, 16, 256, 1, 4, 4)
+        )
+    else:  # 3.7 us at 4096 x 512 and 8 tokens, 4.4 at 128
+        tiles = Tiles(rows, 64 if rows == 64 else 32, 128, 1, 4, 4)
+    return tiles._replace(depth=min(tiles.depth, max(16, triton.next_power_of_2(depth))))
 
 
 def product_with_vector(x: Tensor, weight: Tensor, y: Tensor) -> None:
@@ -104,25 +133,29 @@ def product_with_vector(x: Tensor, weight: Tensor, y: Tensor) -> None:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply `x` by the transpose of `weight`; see the package docstring."""
     (tokens, depth), columns = x.shape, weight.shape[0]
-    if tokens == 0 or tokens > FEW:
+    if tokens == 0 or not few(tokens, columns, depth, weight.element_size()):
         return torch.mm(x, weight.t())
     y = x.new_empty(tokens, columns)
     if tokens == 1 and depth <= MAX_DEPTH:
         product_with_vector(x, weight, y)
         return y
-    tiles = tile_config(columns, depth, weight.element_size())
-    launchable(tile_kernel)[(triton.cdiv(columns, tiles.columns),)](
-        x, weight, y, TOKENS=tokens, COLUMNS=columns, DEPTH=depth, BLOCK_M=FEW,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+    tiles = tile_config(tokens, columns, depth, weight.element_size())
+    grid = triton.cdiv(columns, tiles.columns), triton.cdiv(tokens, tiles.rows)
+    launchable(tile_kernel)[grid](
+        x, weight, y, TOKENS=tokens, COLUMNS=columns, DEPTH=depth, BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, PARTS=tiles.parts,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
 
 
 def compile_cases() -> list[CompileCase]:
-    """The attention and dense products of inkling-small at TP 8, one token and eight."""
+    """The attention and dense products of inkling-small at TP 8, one token to 128."""
     cases = []
-    for tokens in (1, 8):
+    for tokens in (1, 8, 32, 128):
         for name, columns, depth in (("qkvr", 832, 4096), ("o", 4096, 512), ("w2", 4096, 2048)):
+            if not few(tokens, columns, depth, 2):
+                continue
             arguments = meta(tokens, depth), meta(columns, depth)
             cases += launches(f"linear-{name}-{tokens}", linear, *arguments)
     return cases
