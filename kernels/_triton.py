@@ -5,7 +5,7 @@ Configurations are functions of shapes alone; nothing is tuned when an engine is
 `launches` calls an op on meta tensors and returns what it would launch, for compilation without
 a GPU.
 """
-# mypy: disable-error-code="import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POINTERS = {
@@ -26,10 +29,49 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+COMPILED = tl.constexpr(not INTERPRETED)
 DIVISOR = 16  # of an integer that Triton specialises on; tensors are aligned to 256 bytes
 
 _recorded: list[CompileCase] | None = None
 _arguments: list[int] = []  # id of each argument of the op whose launches are recorded
+
+
+@triton.jit
+def follow():
+    """Wait until what the launch before wrote can be read, and let the next launch begin.
+
+    Every kernel calls it before it writes anything and before it reads what the launch before it
+    wrote. Then a captured graph may overlap a launch with the kernel before it
+    (`runtime/overlap.py`). What older launches wrote is there at once: the launch before has
+    waited for it, or this one would not have begun.
+    """
+    if COMPILED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Fetch the cache lines at `pointers` to L2; no one waits for them."""
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(
+    weight, rows, start, ROWS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Fetch LENGTH columns from `start` of the rows `rows` of weight [ROWS, WIDTH] to L2."""
+    SPAN: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = (LENGTH + SPAN - 1) // SPAN
+    STEP: tl.constexpr = 32 if LINES >= 32 else 8 if LINES >= 8 else 1
+    rows = tl.minimum(rows, ROWS - 1).to(tl.int64)
+    for line in range(0, LINES, STEP):
+        column = tl.minimum(start + (line + tl.arange(0, STEP)) * SPAN, WIDTH - 1)
+        prefetch(weight + rows[:, None] * WIDTH + column[None, :])
 
 
 @dataclass(frozen=True)

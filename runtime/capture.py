@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.graphs import Package
+from inkling_engine.runtime.overlap import overlap_launches
 from inkling_engine.runtime.timing import Timings
 
 WARM_UPS = 2  # the first run loads kernels and makes library handles, which capture forbids
@@ -103,13 +104,15 @@ class CapturedGraphs:
 
     def _capture(self, name: str, steps: int, memory: Any) -> None:
         """Capture `steps` steps. `torch.cuda.graph` would synchronise and empty caches each time."""
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(pool=memory)
         try:
             for _ in range(steps):
                 self.outputs[name, steps] = self.run(name)
         finally:
             graph.capture_end()
+        overlap_launches(graph.raw_cuda_graph())
+        graph.instantiate()
         self._graphs[name, steps] = graph
 
     def replay(self, name: str, steps: int) -> Callable[[], None]:

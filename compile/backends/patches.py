@@ -1,7 +1,8 @@
 """Changes to torch that hold while a program is lowered, and the two ways to make one.
 
-Each mends what an older torch does otherwise: node texts that grow exponentially, kernels that are
-analysed at every launch, host code for the machine that compiles.
+Each mends what torch, or an older one, does otherwise: node texts that grow exponentially, kernels
+that are analysed at every launch, assembly that may write anything, host code for the machine that
+compiles.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def for_lowering(march: str) -> Iterator[None]:
         if analyse := vars(analyses).get("identify_mutated_tensors"):  # torch before 2.12
             once = analysed_once(analyse)
             stack.enter_context(attribute(analyses, "identify_mutated_tensors", once))
+        operation: Any = analyses.Op
+        pure = assembly_is_pure(operation.__post_init__)
+        stack.enter_context(attribute(operation, "__post_init__", pure))
         builder: Any = torch._inductor.cpp_builder
         if not hasattr(torch._inductor.config, "cpp.march"):  # torch before 2.12
             flags = flags_for(march, builder._get_optimization_cflags)
@@ -101,6 +105,18 @@ def _kind(kernel: Any, name: str, value: Any) -> Any:
         if type(value) is float:
             return float
     return type(value), value
+
+
+def assembly_is_pure(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`check` of an operation that is analysed, after which inline assembly is known to write
+    nothing: our kernels' waits and prefetches. Else every argument would be taken for written."""
+
+    def checked(operation: Any) -> None:
+        check(operation)
+        if operation.name == "tt.elementwise_inline_asm":
+            object.__setattr__(operation, "is_pure", True)
+
+    return checked
 
 
 def flags_for(march: str, flags: Callable[..., Any]) -> Callable[..., Any]:

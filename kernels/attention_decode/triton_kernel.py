@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
@@ -191,6 +191,8 @@ def decode_kernel(
     if (PARTS > 1) & (PAGE % SOME == 0):  # one page a part
         anchor = BLOCK - SOME - tl.arange(0, PARTS)[:, None] * SOME
     page = page_of(table, first, anchor, PAGE, TABLE, BLOCK)
+    following = bank_slice(rel_proj, position - first * BLOCK - n, REL, RELS, EXTENT)
+    follow()  # only query, r and the newest key and value come from the launch before
 
     g = tl.arange(0, GROUPS)
     d = tl.arange(0, DIMS)
@@ -207,7 +209,6 @@ def decode_kernel(
     c = tl.arange(0, RELS)
     relative = r + (line + head * GROUP + g)[:, None] * REL + c[None, :]
     relative = tl.load(relative, (g < GROUP)[:, None] & (c < REL)[None, :], other=0.0)
-    following = bank_slice(rel_proj, position - first * BLOCK - n, REL, RELS, EXTENT)
     axis: tl.constexpr = len(n.shape)
     if PARTS == 1:
         maximum = tl.full((GROUPS,), -1e30, tl.float32)

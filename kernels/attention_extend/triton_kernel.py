@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 PROCESSORS = 132  # of an H200
 
@@ -132,6 +132,7 @@ def extend_kernel(
     SPLITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     STRIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    follow()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     LINES: tl.constexpr = TOKENS * GROUPS
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -246,6 +247,7 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of COLUMNS values of one (token, head); zeros for a padded token."""
+    follow()
     token, head = tl.program_id(0), tl.program_id(1)
     line = tl.cast(token, tl.int64) * HEADS + head
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

@@ -23,7 +23,7 @@ from inkling_engine.kernels._conv_triton import (
     save_snapshots,
     window_at,
 )
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ def prologue_kernel(
     first = (program - rows) * TILE
     i = tl.arange(0, TILE)
     if part < 0:
+        follow()
         if program >= rows:
             store_queries(
                 qkvr, q_norm, positions, q, r, part + HEADS, first, tokens, live, log_alpha, eps,
@@ -141,6 +142,7 @@ def prologue_kernel(
         row = clamp(tl.load(token_rows + first + i, known, other=0), 0, rows - 1)
         index = first + i - tl.load(starts + row, known, other=0)
         late = known & (index >= 3)
+        follow()
         if tl.max(late.to(tl.int32)) != 0:
             store_values(
                 qkvr, kv_conv, k_norm, kv_pool, locations, conv_pool, 0, part, first, index,
@@ -157,6 +159,7 @@ def prologue_kernel(
         wanted = tl.load(
             destination_slots + program * DESTINATIONS + j, j < DESTINATIONS, other=0
         )  # fmt: skip
+        follow()
         if count > 0:
             # All loads stand before the first store: the compiler moves none across one.
             inputs = qkvr + tl.cast(first, tl.int64) * WIDTH + HEADS * DIM

@@ -25,7 +25,7 @@ from inkling_engine.kernels._conv_triton import (
     save_snapshots,
     window_at,
 )
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ def boundary_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, HOLD: tl.constexpr,
     ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr,
 ):  # fmt: skip
+    channels = tl.arange(0, BLOCK)
+    mask = channels < WIDTH
+    if HOLD:
+        taps = load_taps(conv_weight, channels, mask)
+    gain = tl.load(norm_weight + channels, mask, other=0.0)
     eps = tl.cast(eps, tl.float32)  # a compiled program passes it in double precision
     program = tl.program_id(0)
     row = tl.minimum(program, rows - 1)
@@ -123,16 +128,12 @@ def boundary_kernel(
     first = tl.maximum(program - rows, 0) * STRIP
     work = 7
     if not ALONE:
+        follow()
         if program >= rows:
             work = strip_work(token_rows, starts, first, tokens, rows, live, STRIP)
         if work == 0:
             return
 
-    channels = tl.arange(0, BLOCK)
-    mask = channels < WIDTH
-    if HOLD:
-        taps = load_taps(conv_weight, channels, mask)
-    gain = tl.load(norm_weight + channels, mask, other=0.0)
     count = tl.minimum(tokens - first, STRIP)
     held = -1
     row_count = 0
@@ -144,9 +145,14 @@ def boundary_kernel(
     at = tl.cast(first, tl.int64) * WIDTH
     inputs = x + at
     old = window_at(conv_pool, layer, pool_slots, source, WIDTH)
+    if ALONE:  # only x comes from the launch before
+        some = channels < tl.where(count > 0, WIDTH, 0)
+        carried = tl.load(residual + at + channels, some, other=0.0)
     z0 = history(old, held, inputs, first, 0, channels, WIDTH)
     z1 = history(old, held, inputs, first, 1, channels, WIDTH)
     z2 = history(old, held, inputs, first, 2, channels, WIDTH)
+    if ALONE:
+        follow()
     kept = tl.where(row_count > 0, WIDTH, 0)
     n0 = row_input(old, held, inputs, row_count, channels, kept, WIDTH, WIDTH)
     n1 = row_input(old, held, inputs, row_count + 1, channels, kept, WIDTH, WIDTH)
@@ -154,7 +160,8 @@ def boundary_kernel(
     if STAGES == 1:
         some = channels < tl.where(count > 0, WIDTH, 0)
         following = tl.load(inputs + channels, some, other=0.0)
-        carried = tl.load(residual + at + channels, some, other=0.0)
+        if not ALONE:
+            carried = tl.load(residual + at + channels, some, other=0.0)
     if row_count > 0:
         save_snapshots(
             old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,

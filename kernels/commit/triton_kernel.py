@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels import table
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.table import Finish
 
 LENGTH = tl.constexpr(table.LENGTH)
@@ -48,6 +48,7 @@ def commit_kernel(
     MAX_ROWS: tl.constexpr, STOP_IDS: tl.constexpr, TOP: tl.constexpr, ROW_LANES: tl.constexpr,
     STOP_LANES: tl.constexpr, TOP_LANES: tl.constexpr,
 ):  # fmt: skip
+    follow()
     row = tl.arange(0, ROW_LANES)
     within = row < ROWS
     slot = tl.load(slots + row, mask=within, other=0)

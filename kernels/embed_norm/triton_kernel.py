@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.rmsnorm.triton_kernel import normalised, row_config
 
 
@@ -15,6 +15,7 @@ def embed_norm_kernel(
     tokens, table, weight, rank, y, VOCAB: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
+    follow()
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     held = True

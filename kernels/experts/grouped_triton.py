@@ -9,6 +9,7 @@ A shared expert has every live token, so it needs no list.
 import triton
 import triton.language as tl
 
+from inkling_engine.kernels._triton import follow, prefetch_rows
 from inkling_engine.kernels.swiglu.triton_kernel import silu
 
 
@@ -30,6 +31,7 @@ def group_kernel(
     SLOTS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """lists [ROUTED, TOKENS]: the assignments of an expert, ascending; counts of them."""
+    follow()
     expert = tl.program_id(0)
     live_tokens = tl.minimum(tl.load(starts + ROWS), TOKENS)
     count = 0
@@ -101,6 +103,17 @@ def direct_kernel(
     assignments, of which the first of an expert does its work; then tiles of the shared experts.
     """
     piece, number = tl.program_id(0), tl.program_id(1)
+    if (TOKENS == 1) & (number >= COUNT):  # these weights are read whatever is chosen
+        row = tl.arange(0, BLOCK_N) + piece * BLOCK_N
+        own = (EXPERTS - SHARED + number - COUNT).to(tl.int64)
+        if GATE_UP:
+            for half in range(2):
+                line = (own * 2 + half) * WIDTH + tl.minimum(row, WIDTH - 1)
+                prefetch_rows(weight, line, 0, EXPERTS * 2 * WIDTH, HIDDEN, HIDDEN)
+        else:
+            line = own * HIDDEN + tl.minimum(row, HIDDEN - 1)
+            prefetch_rows(weight, line, 0, EXPERTS * HIDDEN, WIDTH, WIDTH)
+    follow()
     TOP: tl.constexpr = SLOTS - SHARED
     ROUTED: tl.constexpr = EXPERTS - SHARED
     token, m = tl.arange(0, LANES), tl.arange(0, BLOCK_M)
@@ -153,6 +166,7 @@ def listed_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The same for any number of tokens, from the lists: COUNT tiles, then shared ones."""
+    follow()
     piece, number = tl.program_id(0), tl.program_id(1)
     ROUTED: tl.constexpr = EXPERTS - SHARED
     lane = tl.arange(0, LANES)

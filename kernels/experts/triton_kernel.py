@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.experts.grouped_triton import (
     direct_kernel,
     group_kernel,
@@ -55,6 +55,7 @@ def down_few_kernel(
         eviction_policy="evict_first",
     )  # fmt: skip
     share = tl.load(weights + assignment, mask=live, other=0.0)
+    follow()  # choices and weights are older than the launch before
     cell = assignment[:, None] * WIDTH + i[None, :]
     values = tl.load(act + cell, mask=live[:, None] & (i < WIDTH)[None, :], other=0.0)
     down = tl.sum(w.to(tl.float32) * values.to(tl.float32)[:, None, :], axis=2)
@@ -67,6 +68,7 @@ def mix_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = sum over a token's assignments, in turn, of weight * row; zeros for padded tokens."""
+    follow()
     token = tl.program_id(1).to(tl.int64)
     h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = token < tl.load(starts + ROWS)

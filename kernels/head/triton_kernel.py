@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.linear.triton_kernel import MAX_DEPTH, vector_config
 
 
@@ -29,6 +29,7 @@ def vector_kernel(
         weight + n[:, None].to(tl.int64) * DEPTH + k[None, :],
         mask=(n < VOCAB)[:, None] & deep[None, :], other=0.0, eviction_policy="evict_first",
     )  # fmt: skip
+    follow()
     emit = tl.load(emits) != 0
     token = tl.minimum(tl.maximum(tl.load(sample_rows), 0), TOKENS - 1).to(tl.int64)
     values = tl.load(x + token * DEPTH + k, mask=deep & emit, other=0.0).to(tl.float32)
@@ -43,6 +44,7 @@ def head_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """logits [ROWS, VOCAB] f32; the tiles of the same columns are neighbours."""
+    follow()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

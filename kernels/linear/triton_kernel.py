@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import (
+    CompileCase,
+    follow,
+    launchable,
+    launches,
+    meta,
+    prefetch_rows,
+)
 
 TILE_BYTES = 32768  # of weight that a program of `vector_kernel` holds at most,
 LEAST_BYTES = 4096  # and at least,
@@ -35,6 +42,7 @@ def vector_kernel(
         weight + n[:, None].to(tl.int64) * DEPTH + k[None, :],
         mask=(n < COLUMNS)[:, None] & deep[None, :], other=0.0, eviction_policy="evict_first",
     )  # fmt: skip
+    follow()
     values = tl.load(x + k, mask=deep, other=0.0).to(tl.float32)
     product = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
     tl.store(y + n, product, mask=n < COLUMNS)
@@ -49,6 +57,8 @@ def tile_kernel(
     a warp and their sum in order."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    prefetch_rows(weight, n, 0, COLUMNS, DEPTH, DEPTH)
+    follow()
     k = tl.arange(0, BLOCK_K)
     SHARE: tl.constexpr = (DEPTH + PARTS - 1) // PARTS
     if PARTS == 1:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def normalised(values, weight, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def rmsnorm_kernel(x, weight, y, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    follow()
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import (
+    CompileCase,
+    follow,
+    launchable,
+    launches,
+    meta,
+    prefetch_rows,
+)
 from inkling_engine.kernels.linear.triton_kernel import MAX_DEPTH, product_with_vector
 
 PROGRAMS = 160  # that the gate's product is split into at most, if by depth
@@ -28,6 +35,8 @@ def gate_kernel(
     """logits [splits, TOKENS, EXPERTS] f32: partial products over SPLIT_DEPTH each."""
     split = tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    prefetch_rows(weight, n, split * SPLIT_DEPTH, EXPERTS, SPLIT_DEPTH, DEPTH)
+    follow()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = split * SPLIT_DEPTH + tl.arange(0, BLOCK_K)
     x_tile = y + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
@@ -72,15 +81,16 @@ def choose_kernel(
     token, lane, slot = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, SLOT_LANES)
     line = logits + token * EXPERTS
     mask, sink = lane < ROUTED, (slot >= TOP_K) & (slot < SLOTS)
+    bias = tl.load(gate_bias + lane, mask=mask, other=0.0)
+    scale = ROUTE_SCALE * tl.load(gate_scale)
+    live = token < tl.load(starts + ROWS)
+    follow()
     logit = tl.load(line + lane, mask=mask, other=0.0)
     picked = tl.load(line + ROUTED - TOP_K + slot, mask=sink, other=0.0)
     for _ in tl.static_range(1, SPLITS):
         line += TOKENS * EXPERTS
         logit += tl.load(line + lane, mask=mask, other=0.0)
         picked += tl.load(line + ROUTED - TOP_K + slot, mask=sink, other=0.0)
-    bias = tl.load(gate_bias + lane, mask=mask, other=0.0)
-    scale = ROUTE_SCALE * tl.load(gate_scale)
-    live = token < tl.load(starts + ROWS)
     key = choice_keys(logit, bias, lane, mask, LANES)
     chosen, place = ROUTED - TOP_K + slot, tl.zeros((LANES,), tl.int32)
     for j in tl.static_range(TOP_K):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels import table
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 CHUNK = 1024  # ids of a program of `scan`
 SCAN_WARPS, PICK_WARPS = 4, 16
@@ -148,6 +148,7 @@ def scan_kernel(
 
     and, for rows with filters, the processed logits over the temperature, `scaled` [R, VOCAB].
     """
+    follow()
     chunk, row = tl.program_id(0), tl.program_id(1)
     if tl.load(emits + row) == 0:
         return
@@ -298,6 +299,7 @@ def pick_kernel(
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """A row's token, its logprob and the top ones."""
+    follow()
     row = tl.program_id(0)
     emit = tl.load(emits + row) != 0
     lane = tl.arange(0, LANES)

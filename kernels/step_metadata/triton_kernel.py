@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels import table
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 CLEAR_BLOCK = 16384
 TOKEN_BLOCK = 256
@@ -40,6 +40,7 @@ def clear_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Zero a block of the counts of the slot that an admission line names."""
+    follow()
     slot = tl.load(admit_ints + tl.program_id(1) * (ADMIT_HEADER + INTS) + ADMIT_SLOT)
     if (slot > 0) & (slot < LINES):
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -200,6 +201,7 @@ def metadata_kernel(
     INT_LANES: tl.constexpr, FLOAT_LANES: tl.constexpr, WAITING_LANES: tl.constexpr,
     DESTINATION_LANES: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    follow()
     apply_lines(
         request_state, request_ints, request_floats, full_table, window_table, snapshot_slots,
         admit_ints, admit_floats, page_updates, snapshot_updates, ROWS, UPDATES, LINES, INTS,

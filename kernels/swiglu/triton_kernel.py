@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 BLOCK = 1024
 
@@ -19,6 +19,7 @@ def silu(gate):
 
 @triton.jit
 def swiglu_kernel(x, scale, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH

@@ -17,6 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from inkling_engine.runtime.overlap import overlap_launches
+
 L2_BYTES: Final = 60 << 20
 MOST_COPIES = 48
 BLOCK_MS: Final = 3.0
@@ -70,10 +72,12 @@ def capture(calls: Iterable[Call]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:
                 call()
+    overlap_launches(graph.raw_cuda_graph())
+    graph.instantiate()
     torch.cuda.synchronize()
     return graph
 

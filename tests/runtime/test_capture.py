@@ -30,7 +30,9 @@ class Graph:
     open: ClassVar[Graph | None] = None
     captured: ClassVar[list[Graph]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_graph: bool) -> None:
+        assert keep_graph, "its edges are changed before it is instantiated"
+        self.ready = self.overlapped = False
         self.calls: list[Callable[[], None]] = []
         self.pool: object = None
 
@@ -43,7 +45,15 @@ class Graph:
         Graph.open = None
         Graph.captured.append(self)
 
+    def raw_cuda_graph(self) -> Graph:
+        return self
+
+    def instantiate(self) -> None:
+        assert self.overlapped, "edges change before"
+        self.ready = True
+
     def replay(self) -> None:
+        assert self.ready
         for call in self.calls:
             call()
 
@@ -92,6 +102,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(capture, "pinned", torch.zeros_like)
+    monkeypatch.setattr(capture, "overlap_launches", lambda g: setattr(g, "overlapped", True))
     Graph.captured, Graph.open = [], None
     capture.step_stream.cache_clear()
     yield

@@ -1,0 +1,106 @@
+"""Programmatic dependent launch inside a captured graph.
+
+Kernels of this project begin by letting the next kernel start and by waiting until what earlier
+ones wrote can be read (`kernels/_triton.py`). In a captured graph an edge still means "after it has
+ended", so the next kernel's launch, which costs about a microsecond, waits too. Here edges into our
+kernels become programmatic ones: a launch overlaps the kernel before it. Kernels of libraries do
+not wait by themselves, so edges into them stay.
+
+Plain ctypes over the driver's library: torch gives a captured graph's handle, nothing more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Iterator
+
+OURS = re.compile(rb"[a-z]\w*_kernel(_\d+)?")  # a library's C++ kernels have mangled names
+_KERNEL_NODE = 0
+_PROGRAMMATIC = 1  # both the port of a kernel node and the type of a dependency
+
+
+class _Edge(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+class _KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("sizes", ctypes.c_uint * 7),  # grid, block, shared bytes
+        ("parameters", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def overlap_launches(graph: int) -> int:
+    """Make every edge between a kernel and a kernel of ours programmatic; return how many.
+
+    `graph` is the CUgraph of a capture that is not instantiated yet.
+    """
+    changed = 0
+    for source, target, edge in list(_edges(graph)):
+        plain = not (edge.from_port or edge.to_port or edge.type)
+        if not plain or not _is_kernel(source) or not _is_ours(target):
+            continue
+        after = _Edge(from_port=_PROGRAMMATIC, type=_PROGRAMMATIC)
+        for call, data in (
+            ("cuGraphRemoveDependencies_v2", edge),
+            ("cuGraphAddDependencies_v2", after),
+        ):
+            ends = (ctypes.c_void_p * 1)(source), (ctypes.c_void_p * 1)(target)
+            _call(call, ctypes.c_void_p(graph), *ends, (_Edge * 1)(data), ctypes.c_size_t(1))
+        changed += 1
+    return changed
+
+
+def _edges(graph: int) -> Iterator[tuple[int, int, _Edge]]:
+    count = ctypes.c_size_t(0)
+    handle = ctypes.c_void_p(graph)
+    _call("cuGraphGetEdges_v2", handle, None, None, None, ctypes.byref(count))
+    sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
+    edges = (_Edge * count.value)()
+    _call("cuGraphGetEdges_v2", handle, sources, targets, edges, ctypes.byref(count))
+    for source, target, edge in zip(sources, targets, edges, strict=True):
+        assert source is not None and target is not None
+        yield source, target, edge
+
+
+def _is_kernel(node: int) -> bool:
+    kind = ctypes.c_int(-1)
+    _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+    return kind.value == _KERNEL_NODE
+
+
+def _is_ours(node: int) -> bool:
+    if not _is_kernel(node):
+        return False
+    found, name = _KernelNode(), ctypes.c_char_p()
+    _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(found))
+    if not found.function:  # a library's, launched through the runtime
+        return False
+    if _driver().cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(found.function)):
+        return False  # not a function of a module
+    return bool(name.value and OURS.fullmatch(name.value))
+
+
+def _call(name: str, *arguments: object) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    assert code == 0, f"{name} returned {code}"
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
