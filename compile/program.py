@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 import torch
 
+from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.layout import program_file, program_name
 from inkling_engine.artifacts.manifest import ProgramEntry, TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
@@ -16,6 +20,7 @@ from inkling_engine.compile.backends.aoti import compile_program, open_program
 from inkling_engine.compile.export import export_step, program_inputs
 from inkling_engine.compile.twin import is_small, prove, reduced
 from inkling_engine.compile.weights import step_weights
+from inkling_engine.compile.worker import Request
 
 UNPROVED = "none: built without a GPU"
 
@@ -30,10 +35,12 @@ def compile_bucket(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEn
         with cross.without_gpu(spec.arch):
             entry = _lower(spec, bucket, package)
         return msgspec.structs.replace(entry, proof=UNPROVED)
-    entry = _lower(spec, bucket, package)
     if is_small(spec, step_weights(spec)):
+        entry = _lower(spec, bucket, package)
         _prove(spec, bucket, package)
         return msgspec.structs.replace(entry, proof="equal to eager")
+    lower = _lower if spec.device == "cpu" else _lower_aside
+    entry = lower(spec, bucket, package)
     twin = reduced(spec)
     with tempfile.TemporaryDirectory() as scratch:
         twin_package = Path(scratch) / package.name
@@ -59,6 +66,24 @@ def workspace(spec: EngineSpec, bucket: Bucket) -> int:
 def _prove(spec: EngineSpec, bucket: Bucket, package: Path) -> None:
     inputs = program_inputs(spec, bucket, step_weights(spec))
     prove(spec, bucket, inputs, open_program(package, spec.device))
+
+
+def _lower_aside(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
+    """Lower in a process that sees no GPU: beside one, Inductor would run the step once on zeros
+    for all its weights and pools, and on copies of the pools, which the GPU may not hold."""
+    entry = package.with_suffix(".entry")
+    request = Request(
+        spec=spec, bucket=bucket, kernel_library="", package=str(package), entry=str(entry)
+    )
+    asked = package.with_suffix(".request")
+    asked.write_bytes(msgspec.json.encode(request))
+    command = [sys.executable, "-m", "inkling_engine.compile.worker", str(asked)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        found = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise FailedError(f"lowering {program_name(bucket)}", found, "a program", "see the line")
+    return msgspec.json.decode(entry.read_bytes(), type=ProgramEntry)
 
 
 def _lower(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:

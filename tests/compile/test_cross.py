@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from inkling_engine.compile import build, cli, items, program
 from inkling_engine.compile.backends import cross
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import make_plan, require_buildable
+from inkling_engine.compile.worker import Request
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -228,3 +230,29 @@ def test_programs_alone_are_built_for_several_ranks(monkeypatch: pytest.MonkeyPa
     require_buildable(make_plan(BuildOptions(model="inkling-small", device="cuda", tp=8)))
     with pytest.raises(UsageError, match="--tp: found 2"):
         require_buildable(make_plan(BuildOptions(model="inkling-tiny", device="cuda", tp=2)))
+
+
+def test_a_large_engine_is_lowered_where_no_gpu_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside a GPU its weights and pools, as zeros, might not fit; only its twin is made there."""
+    spec = msgspec.structs.replace(folders.SPEC, device="cuda", arch="sm90")
+    bucket, lowered = spec.buckets[0], folders.manifest().programs[0]
+    seen: dict[str, Any] = {}
+
+    def child(command: list[str], *, env: dict[str, str], **_: object) -> Any:
+        seen["devices"] = env["CUDA_VISIBLE_DEVICES"]
+        request = msgspec.json.decode(Path(command[-1]).read_bytes(), type=Request)
+        seen["spec"] = request.spec
+        Path(request.entry).write_bytes(msgspec.json.encode(lowered))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(cross, "needed", lambda _: False)
+    monkeypatch.setattr(program, "is_small", lambda *_: False)
+    monkeypatch.setattr(subprocess, "run", child)
+    monkeypatch.setattr(program, "_lower", lambda spec, *_: seen.update(lowered=spec))
+    monkeypatch.setattr(program, "_prove", lambda spec, *_: seen.update(proved=spec))
+    entry = program.compile_bucket(spec, bucket, tmp_path / "step.pt2")
+    assert seen["devices"] == "" and seen["spec"] == spec
+    assert seen["lowered"] == seen["proved"] != spec
+    assert entry.proof == "twin of reduced widths equal to eager"
