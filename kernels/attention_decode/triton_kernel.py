@@ -7,7 +7,7 @@ are consecutive too, so its relative bias is r times a slice of the bank, for al
 Each split leaves its output and raises a flag; the last splits of a row wait for all flags and
 merge, in the order of the splits. Scratch is not initialised: a flag is a 64-bit number that
 nothing else writes, and whoever merges clears it. Programs start in the order of their numbers,
-so whoever waits waits for programs that run already.
+so whoever waits waits for programs that run already or are the next to start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
-from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
+from inkling_engine.kernels._triton import INTERPRETED, CompileCase, launchable, launches, meta
 from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
@@ -41,7 +41,7 @@ class Config:
     """Splits of a row's keys, blocks a split has at least, keys of a block.
 
     Parts of a block: one a warp, or 1 for products that all warps share. `single`: no split has
-    more than one block. `mergers`: splits that share the merge of a row.
+    more than one block. `slices`: of the heads, each merged by another split.
     """
 
     splits: int
@@ -51,16 +51,17 @@ class Config:
     warps: int
     stages: int
     single: bool = False
-    mergers: int = 1
+    slices: int = 1
 
 
 def configure(tokens: int, kv_heads: int, capacity: int, window: int, wide: bool) -> Config:
     """One full wave of programs; more when rows can be so long that one would straggle.
 
-    Few programs share the products among warps (8 rows of 8192 keys: 17 us, 21 with parts); of
-    many, more would fit a processor and the last wave be a short one (128 rows: 179 us, 144).
-    A window of few rows is a page a program: 5.6, 7.3 and 9.3 us at 1, 8 and 32 rows, and 12 to 15
-    in one to five splits; at 128 rows the flags cost more than they give (19 us, 16).
+    Measured on an H200, microseconds a layer. Few programs share the products among warps: 8 rows
+    of 8192 keys take 17, and 21 with parts; of many, more fit a processor and the last wave is a
+    short one: 128 rows take 179, and 144 with parts. A window of few rows is a page a program: 5.6,
+    7.3 and 9.3 at 1, 8 and 32 rows, 11 to 15 at 32 in one to five splits. At 128 rows the flags
+    cost more than they give: 21, and 16 in one split.
     """
     programs = tokens * kv_heads
     many = programs > PROCESSORS // 2
@@ -68,11 +69,11 @@ def configure(tokens: int, kv_heads: int, capacity: int, window: int, wide: bool
         return Config(1, 1, 64, 4, 4, 2 if wide else 3)
     if window:
         return Config(triton.cdiv(window - 1, 64) + 1, 1, 64, 1, 2, 1, single=True)
-    parts, stages = (4, 2) if wide else (4, 4) if many else (1, 3)
+    parts, stages = (4, 2) if wide else (4, 4) if many or programs == 1 else (1, 3)
     least = 128 if programs == 1 else 256 if programs < PROCESSORS else 512
     splits = max(RESIDENT * PROCESSORS // programs, capacity // 16384)
     splits = max(1, min(splits, triton.cdiv(capacity, least), MOST_SPLITS))
-    return Config(splits, least // 64, 64, parts, 4, stages, mergers=4 if splits > 16 else 1)
+    return Config(splits, least // 64, 64, parts, 4, stages, slices=4 if splits > 16 else 1)
 
 
 @triton.jit
@@ -162,7 +163,8 @@ def decode_kernel(
     DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICE: tl.constexpr,
+    SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     SOME: tl.constexpr = BLOCK // PARTS
@@ -256,22 +258,23 @@ def decode_kernel(
         tl.store(out + line * DIM + at, (output / total[:, None]).to(out.dtype.element_ty), heads)
     if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
         if active > 1:
-            cell = line + head * GROUP
+            # Scratch is the row's, not its token's: so no two rows share flags, on garbage either.
+            cell = tl.cast(row, tl.int64) * HEADS + head * GROUP
             lane = (cell + g) * SPLITS + split
             tl.store(stats + lane * 2, maximum, g < GROUP)
             tl.store(stats + lane * 2 + 1, total, g < GROUP)
             tl.store(partial + lane[:, None] * DIM + d[None, :], output, heads)
             tl.debug_barrier()
             mergers = tl.minimum(active, MERGERS)
-            flag = flags + (tl.cast(token, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
+            flag = flags + (tl.cast(row, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
             j = tl.arange(0, MERGERS)
             tl.atomic_xchg(flag + j * SPLITS + split, RAISED, j < mergers, sem="release")
             place = active - 1 - split
             if place < mergers:
                 merge_splits(
                     partial + cell * (SPLITS * DIM), stats + cell * (SPLITS * 2),
-                    flag + place * SPLITS, out + cell * DIM, active, place, mergers,
-                    GROUP, DIM, DIMS, SPLITS, PADDED, MERGERS, SLICE,
+                    flag + place * SPLITS, out + (line + head * GROUP) * DIM, active, place,
+                    mergers, GROUP, DIM, DIMS, SPLITS, PADDED, SLICES, SLICE,
                 )  # fmt: skip
 
 
@@ -292,7 +295,8 @@ def attention_decode(
     (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
     group, wide = heads // kv_heads, q.dtype == torch.float32
     config = configure(tokens, kv_heads, table * page, window, wide)
-    mergers = min(config.mergers, triton.next_power_of_2(group))
+    slices = min(config.slices, triton.next_power_of_2(group))
+    mergers = 1 if INTERPRETED else slices  # the interpreter runs one program after another
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     share = (tokens, heads, config.splits) if config.splits > 1 else (1, 1, 1)
     partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
@@ -307,7 +311,7 @@ def attention_decode(
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
         SPLITS=config.splits, LEAST=config.least, BLOCK=config.block, PARTS=config.parts,
         SINGLE=config.single, PADDED=triton.next_power_of_2(config.splits), MERGERS=mergers,
-        SLICE=triton.next_power_of_2(group) // mergers,
+        SLICES=slices, SLICE=triton.next_power_of_2(group) // slices,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
