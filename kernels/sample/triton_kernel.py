@@ -20,7 +20,6 @@ from inkling_engine.kernels import table
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 CHUNK = 1024  # ids of a program of `scan`
-SCAN_WARPS, PICK_WARPS = 4, 16
 UNROLL = 4  # blocks of two chunks that `pick` reads before it waits for one
 
 TEMPERATURE = tl.constexpr(table.TEMPERATURE)
@@ -371,14 +370,14 @@ def sample(
         logits, token_counts, request_state, request_ints, request_floats, slots, starts, lengths,
         emits, scaled, maxima, sums, best, top_keys, **sizes, STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
         BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), TOP=top, CHUNK=chunk, CHUNKS=chunks,
-        num_warps=SCAN_WARPS,
+        num_warps=4,
     )  # fmt: skip
     launchable(pick_kernel)[(rows,)](
         logits, request_ints, request_floats, slots, starts, lengths, emits, scaled, maxima, sums,
         best, top_keys, tokens, logprobs, top_tokens, top_logprobs, **sizes, TOP=top, CHUNK=chunk,
         CHUNKS=chunks, LANES=triton.next_power_of_2(chunks),
         TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
-        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=PICK_WARPS,
+        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
     )  # fmt: skip
     return tokens, logprobs, top_tokens, top_logprobs
 
