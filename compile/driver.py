@@ -101,6 +101,7 @@ def _fill_admission(spec: EngineSpec, ints: Tensor, floats: Tensor, chunk: Chunk
     line = ints[table.ADMIT_HEADER :]
     line[table.PROMPT_LENGTH] = line[table.MAX_TOKENS] = spec.max_context
     line[table.SEED_LOW] = chunk.slot
+    line[table.TOP_LOGPROBS] = spec.limits.top_logprobs
     line[table.INT_HEADER : table.INT_HEADER + spec.limits.stop_ids] = table.INERT_TOKEN
     floats[table.TEMPERATURE] = chunk.temperature
     floats[table.TOP_P] = floats[table.REPETITION] = 1

@@ -22,6 +22,7 @@ MIN_TOKENS: Final = 2
 TOP_K: Final = 3  # 0 = off
 SEED_LOW: Final = 4
 SEED_HIGH: Final = 5
+TOP_LOGPROBS: Final = 6  # most likely tokens that are wanted beside each sampled one
 INT_HEADER: Final = 8  # then the stop ids, then the ids of the logit bias
 
 # request_floats [slots, FLOAT_HEADER + bias_ids] float32, host-owned

@@ -3,8 +3,8 @@
 
 The floor of a step is the larger of bytes over the copy bandwidth and operations over the bf16
 product rate, both measured in the same run. `--ops` captures the ops called one by one instead of
-a compiled program: the same kernels, without the compile time. Medians of single replays between
-events. Prints a table, the most expensive kernels of each step, and JSON on request.
+a compiled program: the same kernels, without the compile time. Medians over bursts of replays of a
+decode step, and over single replays of an extend step. Prints a table, the most expensive kernels of each step, and JSON on request.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from inkling_engine.compile.export import export_step
 from inkling_engine.compile.program import workspace
 
 TOP = 10
+BURST = 8  # decode replays in a row, as in steady decoding; extends start from a reset state
 
 
 @dataclass(frozen=True)
@@ -125,17 +126,20 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
-def event_times(run: Callable[[], object], count: int, before: Callable[[], object]) -> list[float]:
-    """Microseconds of `count` calls between events, after two that are not counted."""
+def event_times(
+    run: Callable[[], object], count: int, before: Callable[[], object], burst: int
+) -> list[float]:
+    """Microseconds of a call, `count` times from bursts of calls in a row, after two not counted."""
     times = []
     for _ in range(count + 2):
         before()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(burst):
+            run()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
+        times.append(start.elapsed_time(stop) * 1e3 / burst)
     return times[2:]
 
 
@@ -175,7 +179,8 @@ def measure(
         if not decode:
             machine.reset(bucket.rows, context)
 
-    times = event_times(graph.replay, options.replays, before)
+    burst = BURST if decode else 1
+    times = event_times(graph.replay, max(3, options.replays // burst), before, burst)
     before()
     launched = kernels(graph)
     read, work = step_floor(machine.spec.shape, bucket, context, hit)

@@ -113,11 +113,11 @@ def direct_kernel(
         else:
             line = own * HIDDEN + tl.minimum(row, HIDDEN - 1)
             prefetch_rows(weight, line, 0, EXPERTS * HIDDEN, WIDTH, WIDTH)
-    follow()
     TOP: tl.constexpr = SLOTS - SHARED
     ROUTED: tl.constexpr = EXPERTS - SHARED
     token, m = tl.arange(0, LANES), tl.arange(0, BLOCK_M)
     live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
+    follow()
     routed, leader, expert = number < COUNT, number // TOP, number
     if LEADERS:
         expert = tl.load(chosen + leader * SLOTS + number % TOP, mask=routed, other=0)

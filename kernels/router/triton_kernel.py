@@ -24,6 +24,7 @@ from inkling_engine.kernels.linear.triton_kernel import MAX_DEPTH, product_with_
 
 PROGRAMS = 160  # that the gate's product is split into at most, if by depth
 MOST_SPLITS = 8
+NOBODY = tl.constexpr(-(2**31))  # below the key of every score, that of -inf included
 
 
 @triton.jit
@@ -52,13 +53,15 @@ def gate_kernel(
 
 
 @triton.jit
-def choice_keys(logit, bias, lane, mask, LANES: tl.constexpr):
-    """One integer a lane: scores, highest first, then indices, lowest first; -2^63 + 1 for none."""
+def choice_keys(logit, bias, mask):
+    """Scores as integers of the same order, NaN as the lowest of all; NOBODY where not `mask`.
+
+    Integers of 32 bits are reduced by one instruction a warp.
+    """
     score = tl.div_rn(1.0, 1.0 + tl.exp(-logit)) + bias
     score = tl.where(score == score, score, -float("inf"))  # noqa: PLR0124
     bits = score.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(mask, (bits.to(tl.int64) << 32) | (LANES - 1 - lane), -(2**63) + 1)
+    return tl.where(mask, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOBODY)
 
 
 @triton.jit
@@ -91,15 +94,15 @@ def choose_kernel(
         line += TOKENS * EXPERTS
         logit += tl.load(line + lane, mask=mask, other=0.0)
         picked += tl.load(line + ROUTED - TOP_K + slot, mask=sink, other=0.0)
-    key = choice_keys(logit, bias, lane, mask, LANES)
+    key = choice_keys(logit, bias, mask)
     chosen, place = ROUTED - TOP_K + slot, tl.zeros((LANES,), tl.int32)
     for j in tl.static_range(TOP_K):
-        best = LANES - 1 - (tl.max(key, axis=0) & (LANES - 1)).to(tl.int32)
+        best = tl.min(tl.where(key == tl.max(key, axis=0), lane, LANES - 1), axis=0)
         value = tl.sum(tl.where(lane == best, logit, 0.0), axis=0)
         chosen = tl.where(slot == j, best, chosen)
         picked = tl.where(slot == j, value, picked)
         place = tl.where(lane == best, j + 1, place)
-        key = tl.where(lane == best, -(2**63) + 1, key)
+        key = tl.where(lane == best, NOBODY, key)
     share = shares(picked, slot < SLOTS, scale)
     place = tl.where(live, place, 0).to(tl.int8)
     tl.store(places + token * ROUTED + lane, place, mask=mask)

@@ -7,8 +7,9 @@
 * slots, lengths, emits [R] i32, starts [R + 1] i32; a row with emits 0 gives zeros
 * tokens [R] i32, logprobs [R] f32, top_tokens [R, top] i32, top_logprobs [R, top] f32
 
-Logprobs are the log-softmax of the raw logits, the top ones by descending logit, then ascending id.
-A raw logit that is NaN or infinite gives token 0 and NaN logprobs. The token is drawn from the
+Logprobs are the log-softmax of the raw logits, the top ones by descending logit, then ascending id:
+as many as the row's TOP_LOGPROBS says, zeros after them. A raw logit that is NaN or infinite gives
+token 0 and NaN logprobs. The token is drawn from the
 processed logits: + logit bias; stop ids masked while fewer than MIN_TOKENS are generated;
 repetition on all seen tokens (l > 0 ? l / r : l * r); frequency * count and presence on generated
 ones. Temperature 0 takes the highest (lowest id on ties). Otherwise l / T is filtered in this order:

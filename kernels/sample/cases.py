@@ -27,6 +27,7 @@ class Request:
     generated: int = 4
     stops: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
+    top: int = TOP
 
 
 def table_lines(requests: list[Request]) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +43,7 @@ def table_lines(requests: list[Request]) -> tuple[Tensor, Tensor, Tensor]:
         state[slot, table.GENERATED] = request.generated
         ints[slot, table.MIN_TOKENS] = request.min_tokens
         ints[slot, table.TOP_K] = request.top_k
+        ints[slot, table.TOP_LOGPROBS] = request.top
         ints[slot, table.SEED_LOW], ints[slot, table.SEED_HIGH] = request.seed
         stops = [*request.stops, *[table.INERT_TOKEN] * STOP_IDS][:STOP_IDS]
         bias = [*request.bias, *[(0, 0.0)] * BIAS_IDS][:BIAS_IDS]
@@ -96,14 +98,14 @@ def _tied(vocab: int) -> Tensor:
 
 _CHANGES = [
     Request(repetition=1.5, presence=0.3, frequency=0.7),
-    Request(bias=((7, 20.0), (3, -30.0))),
+    Request(bias=((7, 20.0), (3, -30.0)), top=0),
     Request(bias=((5, 40.0),), stops=(5, 9), min_tokens=5),
     Request(bias=((5, 40.0),), stops=(5, 9), min_tokens=4),
     Request(temperature=0.7, repetition=0.8, stops=(1,), min_tokens=9),
 ]
 _FILTERS = [
     Request(temperature=1.0),
-    Request(temperature=0.8, top_k=1),
+    Request(temperature=0.8, top_k=1, top=2),
     Request(temperature=2.5, top_k=7, seed=(-1, -1)),
     Request(temperature=1.5, top_p=0.63),
     Request(temperature=4.0, min_p=0.07),
@@ -119,6 +121,8 @@ def cases() -> list[Case]:
         *(_case("greedy", [Request()] * 3, vocab) for vocab in (50, 150, 2040)),
         *(_case("changes", _CHANGES, vocab) for vocab in (50, 150)),
         *(_case("filters", _FILTERS, vocab) for vocab in (50, 150, 2040)),
-        _case("not-finite", [Request(), Request(temperature=1.0), Request()], 67, _not_finite(67)),
+        _case(
+            "not-finite", [Request(), Request(temperature=1.0), Request(top=1)], 67, _not_finite(67)
+        ),
         _case("tied", [Request(), Request(temperature=1.0, top_k=2)], 67, _tied(67)),
     ]

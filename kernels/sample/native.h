@@ -243,16 +243,19 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
     float *logprob = data<float>(logprobs) + row, *best_logprobs = data<float>(top_logprobs) + row * top;
     const float* raw = data<float>(logits) + row * vocab;
     bool emit = data<int32_t>(emits)[row] != 0;
+    int64_t slot = data<int32_t>(slots)[row];
+    const int32_t* ints = data<int32_t>(request_ints) + slot * request_ints.size(1);
+    int64_t wanted = emit ? std::clamp<int64_t>(ints[table::TOP_LOGPROBS], 0, top) : 0;
+    std::fill_n(best, top, 0);
+    std::fill_n(best_logprobs, top, 0.0f);
     if (!emit || !sampling::all_finite(raw, vocab)) {
       float nothing = emit ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
       *token = 0;
       *logprob = nothing;
-      std::fill_n(best, top, 0);
-      std::fill_n(best_logprobs, top, nothing);
+      std::fill_n(best_logprobs, wanted, nothing);
       continue;
     }
-    int64_t slot = data<int32_t>(slots)[row];
-    sampling::Request request{data<int32_t>(request_ints) + slot * request_ints.size(1),
+    sampling::Request request{ints,
                               data<int32_t>(token_counts) + slot * vocab,
                               data<float>(request_floats) + slot * request_floats.size(1),
                               data<int32_t>(request_state)[slot * table::STATE_WIDTH + table::GENERATED],
@@ -263,8 +266,8 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
     auto log_softmax = [&](int32_t id) { return raw[id] - maximum - log_sum; };
     *token = request.choose(raw, vocab, data<int32_t>(lengths)[row] + bounds[row + 1] - bounds[row]);
     *logprob = log_softmax(*token);
-    sampling::top_ids(raw, vocab, top, best);
-    std::transform(best, best + top, best_logprobs, log_softmax);
+    sampling::top_ids(raw, vocab, wanted, best);
+    std::transform(best, best + wanted, best_logprobs, log_softmax);
   }
   return {tokens, logprobs, top_tokens, top_logprobs};
 }

@@ -31,18 +31,19 @@ def sample(
     top_tokens, top_logprobs = torch.zeros(rows, top, dtype=torch.int32), torch.zeros(rows, top)
     for row in emits.nonzero().flatten().tolist():
         raw = logits[row]
-        if not raw.isfinite().all():
-            logprobs[row] = top_logprobs[row] = torch.nan
-            continue
         slot, position = int(slots[row]), int(lengths[row] + starts[row + 1] - starts[row])
         ints, floats = request_ints[slot], request_floats[slot]
+        wanted_top = max(0, min(int(ints[table.TOP_LOGPROBS]), top))
+        if not raw.isfinite().all():
+            logprobs[row] = top_logprobs[row, :wanted_top] = torch.nan
+            continue
         generated = int(request_state[slot, table.GENERATED])
         wanted = process(raw, token_counts[slot], generated, ints, floats, stop_ids, bias_ids)
         tokens[row] = token = choose(wanted, position, ints, floats)
         all_logprobs = raw.log_softmax(0)
         logprobs[row] = all_logprobs[token]
-        best = raw.sort(descending=True, stable=True).indices[:top]
-        top_tokens[row], top_logprobs[row] = best, all_logprobs[best]
+        best = raw.sort(descending=True, stable=True).indices[:wanted_top]
+        top_tokens[row, :wanted_top], top_logprobs[row, :wanted_top] = best, all_logprobs[best]
     return tokens, logprobs, top_tokens, top_logprobs
 
 

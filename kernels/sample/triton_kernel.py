@@ -32,6 +32,7 @@ FLOAT_HEADER = tl.constexpr(table.FLOAT_HEADER)
 MIN_TOKENS = tl.constexpr(table.MIN_TOKENS)
 TOP_K = tl.constexpr(table.TOP_K)
 SEED_LOW = tl.constexpr(table.SEED_LOW)
+TOP_LOGPROBS = tl.constexpr(table.TOP_LOGPROBS)
 SEED_HIGH = tl.constexpr(table.SEED_HIGH)
 INT_HEADER = tl.constexpr(table.INT_HEADER)
 GENERATED = tl.constexpr(table.GENERATED)
@@ -164,7 +165,7 @@ def scan_kernel(
     tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
     tl.store(sums + cell, tl.sum(power, axis=0))
     key = tl.where(mask, ranked(raw, index), NOTHING)
-    for place in range(TOP):
+    for place in range(tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)):
         highest = tl.max(key, axis=0)
         tl.store(top_keys + cell * TOP + place, highest)
         key = tl.where(key == highest, NOTHING, key)
@@ -330,9 +331,13 @@ def pick_kernel(
     tl.store(logprobs + row, tl.where(good, chosen - normaliser, nothing))
     if TOP > 0:
         lane = tl.arange(0, TOP_LANES)
-        here = good & (lane < CHUNKS * TOP)
+        wanted = tl.where(emit, tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP), 0)
+        spare = (lane >= wanted) & (lane < TOP)
+        tl.store(top_tokens + row * TOP + lane, tl.zeros_like(lane), mask=spare)
+        tl.store(top_logprobs + row * TOP + lane, lane * 0.0, mask=spare)
+        here = good & (lane < CHUNKS * TOP) & (lane % TOP < wanted)
         keys = tl.load(top_keys + row * CHUNKS * TOP + lane, mask=here, other=NOTHING)
-        for place in range(TOP):
+        for place in range(wanted):
             key = tl.max(keys, axis=0)
             keys = tl.where(keys == key, NOTHING, keys)
             tl.store(top_tokens + row * TOP + place, tl.where(good, index_of(key), 0))

@@ -208,11 +208,11 @@ def test_ties_go_to_the_lowest_ids() -> None:
 
 def test_logprobs_are_normalised_over_the_vocabulary_and_ignore_processing() -> None:
     logits = normal(3, 40, scale=4)
-    plain = run(logits, [Request()], [1] * 3, [1, 2, 3], top=40)
+    plain = run(logits, [Request(top=40)], [1] * 3, [1, 2, 3], top=40)
     torch.testing.assert_close(plain.top_logprobs.exp().sum(1), torch.ones(3))
     assert (plain.top_logprobs.diff(dim=1) <= 0).all()
     assert (plain.top_tokens.sort(1).values == torch.arange(40)).all()
-    changed = Request(0.7, top_k=3, repetition=1.4, presence=0.5, bias=((7, 3.0),))
+    changed = Request(0.7, top_k=3, repetition=1.4, presence=0.5, bias=((7, 3.0),), top=40)
     counts = torch.ones(2, 40, dtype=torch.int32)
     other = run(logits, [changed], [1] * 3, [1, 2, 3], counts, top=40)
     assert torch.equal(other.top_tokens, plain.top_tokens)
@@ -220,6 +220,17 @@ def test_logprobs_are_normalised_over_the_vocabulary_and_ignore_processing() -> 
     for row, token in enumerate(other.tokens.tolist()):
         wanted = logits[row].double().log_softmax(0)[token]
         torch.testing.assert_close(other.logprobs[row].double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_a_row_gets_as_many_top_logprobs_as_it_wants() -> None:
+    logits = normal(4, 40, scale=4)
+    requests = [Request(top=wanted) for wanted in (0, 1, 9, -3)]
+    found = run(logits, requests, [1, 2, 3, 4], [1] * 4, top=6)
+    whole = run(logits, [Request(top=6)] * 4, [1, 2, 3, 4], [1] * 4, top=6)
+    for row, count in enumerate((0, 1, 6, 0)):
+        for some, every in ((found[2], whole[2]), (found[3], whole[3])):
+            assert torch.equal(some[row, :count], every[row, :count])
+            assert not some[row, count:].any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
