@@ -4,7 +4,8 @@
 The floor of a step is the larger of bytes over the copy bandwidth and operations over the bf16
 product rate, both measured in the same run. `--ops` captures the ops called one by one instead of
 a compiled program: the same kernels, without the compile time. Medians over bursts of replays of a
-decode step, and over single replays of an extend step. Prints a table, the most expensive kernels of each step, and JSON on request.
+decode step, and over single replays of an extend step. Prints a table, the most expensive kernels
+of each step, and JSON on request.
 """
 
 from __future__ import annotations
