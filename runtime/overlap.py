@@ -50,20 +50,24 @@ def overlap_launches(graph: int) -> int:
 
     `graph` is the CUgraph of a capture that is not instantiated yet.
     """
-    changed = 0
+    loose, known = [], dict[int, bool]()
     for source, target, edge in list(_edges(graph)):
         plain = not (edge.from_port or edge.to_port or edge.type)
-        if not plain or not _is_kernel(source) or not _is_ours(target):
-            continue
-        after = _Edge(from_port=_PROGRAMMATIC, type=_PROGRAMMATIC)
-        for call, data in (
-            ("cuGraphRemoveDependencies_v2", edge),
-            ("cuGraphAddDependencies_v2", after),
-        ):
-            ends = (ctypes.c_void_p * 1)(source), (ctypes.c_void_p * 1)(target)
-            _call(call, ctypes.c_void_p(graph), *ends, (_Edge * 1)(data), ctypes.c_size_t(1))
-        changed += 1
-    return changed
+        if plain and _is_kernel(source) and _is_ours(target, known):
+            loose.append((source, target))
+    count = len(loose)
+    sources = (ctypes.c_void_p * count)(*(source for source, _ in loose))
+    targets = (ctypes.c_void_p * count)(*(target for _, target in loose))
+    before, after = (_Edge * count)(), (_Edge * count)()
+    for edge in after:
+        edge.from_port = edge.type = _PROGRAMMATIC
+    for call, edges in (
+        ("cuGraphRemoveDependencies_v2", before),
+        ("cuGraphAddDependencies_v2", after),
+    ):
+        size = ctypes.c_size_t(count)
+        _call(call, ctypes.c_void_p(graph), sources, targets, edges, size)
+    return count
 
 
 def _edges(graph: int) -> Iterator[tuple[int, int, _Edge]]:
@@ -84,16 +88,20 @@ def _is_kernel(node: int) -> bool:
     return kind.value == _KERNEL_NODE
 
 
-def _is_ours(node: int) -> bool:
+def _is_ours(node: int, known: dict[int, bool]) -> bool:
+    """Whether a node runs a kernel of ours; `known` remembers the answer by function."""
     if not _is_kernel(node):
         return False
-    found, name = _KernelNode(), ctypes.c_char_p()
+    found = _KernelNode()
     _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(found))
-    if not found.function:  # a library's, launched through the runtime
+    function = found.function
+    if function is None:  # a library's, launched through the runtime
         return False
-    if _driver().cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(found.function)):
-        return False  # not a function of a module
-    return bool(name.value and OURS.fullmatch(name.value))
+    if function not in known:
+        name = ctypes.c_char_p()
+        failed = _driver().cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(function))
+        known[function] = not failed and bool(name.value and OURS.fullmatch(name.value))
+    return known[function]
 
 
 def _call(name: str, *arguments: object) -> None:

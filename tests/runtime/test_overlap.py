@@ -50,17 +50,19 @@ class Driver:
         return 0
 
     def cuGraphRemoveDependencies_v2(self, _: Any, a: Any, b: Any, data: Any, count: Any) -> int:
-        assert count.value == 1 and self.edges.pop((a[0], b[0])) == read(data)
+        for i in range(count.value):
+            assert self.edges.pop((a[i], b[i])) == read(data[i])
         return 0
 
     def cuGraphAddDependencies_v2(self, _: Any, a: Any, b: Any, data: Any, count: Any) -> int:
-        assert count.value == 1 and (a[0], b[0]) not in self.edges
-        self.edges[a[0], b[0]] = read(data)
+        for i in range(count.value):
+            assert (a[i], b[i]) not in self.edges
+            self.edges[a[i], b[i]] = read(data[i])
         return 0
 
 
 def read(data: Any) -> tuple[int, int, int]:
-    return data[0].from_port, data[0].to_port, data[0].type
+    return data.from_port, data.to_port, data.type
 
 
 @pytest.fixture
