@@ -177,7 +177,6 @@ def decode_kernel(
     SOME: tl.constexpr = BLOCK // PARTS
     SCALE: tl.constexpr = 1.4426950408889634 / DIM
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # All loads of one depth are issued together: a short step waits for nothing else.
     of = tl.minimum(row, rows - 1)
     token = clamp(tl.load(starts + of), 0, tokens)
     count = clamp(tl.load(starts + of + 1), token, tokens) - token

@@ -263,8 +263,7 @@ def draw(
         )  # fmt: skip
         share = tl.minimum(kept / tl.maximum(ties, 1.0), 1.0)
     if top_p < 1.0:
-        goal = top_p.to(tl.float64)
-        floor = key
+        goal, floor = top_p.to(tl.float64), key
         key, left, ties = threshold(
             scaled, best, goal, maximum, min_p, floor, share, True, VOCAB, CHUNKS, CHUNK, BLOCK,
             UNROLL,
@@ -301,8 +300,7 @@ def pick_kernel(
     """A row's token, its logprob and the top ones."""
     follow()
     row = tl.program_id(0)
-    emit = tl.load(emits + row) != 0
-    lane = tl.arange(0, LANES)
+    emit, lane = tl.load(emits + row) != 0, tl.arange(0, LANES)
     here = emit & (lane < CHUNKS)
     maximum = tl.load(maxima + row * CHUNKS + lane, mask=here, other=-float("inf"))
     total = tl.load(sums + row * CHUNKS + lane, mask=here, other=0.0)
