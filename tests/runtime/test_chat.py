@@ -202,6 +202,23 @@ def test_turns() -> None:
     assert silent.endswith(f"{model}⟨content_thinking⟩x{end}⟨content_model_end_sampling⟩")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ('{"b":1E5,"a":0.1}', '{"a":0.1,"b":100000.0}'),
+        ('{"n":-0.0,"m":0.30000000000000004}', '{"m":0.30000000000000004,"n":-0.0}'),
+        ('{"n":1e16,"m":1e-5}', '{"m":0.00001,"n":1e16}'),
+        ('{"n":18446744073709551616}', '{"n":18446744073709551616}'),
+        ('{"z":{"b":[1, 2],"a":null}}', '{"z":{"b":[1,2],"a":null}}'),
+        (r'{"\u00e9":"\/\u001f\u2028\ud83d\ude00<&"}', '{"é":"/\\u001f\u2028😀<&"}'),
+        ('{"a":1,"B":2,"a":3}', '{"B":2,"a":3}'),
+    ],
+)
+def test_arguments_are_compact_and_ordered(arguments: str, kept: str) -> None:
+    found = _rendered(_said("assistant", "", tool_calls=[_call(arguments)]))
+    assert f'{{"name":"f","args":{kept}}}⟨end_message⟩' in found
+
+
 SPECIALS = "".join(f"<|{name}|>" for name in NAMES)
 
 
