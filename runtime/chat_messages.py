@@ -7,7 +7,6 @@ is refused by name, so that no request is quietly answered with something else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -271,7 +270,8 @@ def _json(value: Any, field: str, order: Literal["sorted"] | None = "sorted") ->
 
 def _shown(value: Any) -> str:
     """A value in a message: one short line."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = "nothing" if value is None else ascii(value)
+    try:
+        text = "nothing" if value is None else ascii(value)
+    except (RecursionError, ValueError):  # too deep, or an integer of too many digits
+        text = type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."

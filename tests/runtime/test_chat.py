@@ -248,6 +248,7 @@ BAD_MESSAGES: list[tuple[Any, str, str]] = [
     (_said("user", None), "messages[0].content", "text parts"),
     (_said("user", []), "messages[0].content", "text parts"),
     (_said("user", 3), "messages[0].content", "text parts"),
+    (_said("user", 10**5000), "messages[0].content", "text parts"),
     (_said("user", "a\ud800"), "messages[0].content", "whole characters"),
     (_said("user", "x", name="Bob"), "messages[0].name", "only content, role"),
     (_said("user", "x", **{"a\nb": 1}), "messages[0].a\\nb", "only content, role"),

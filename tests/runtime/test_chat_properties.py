@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -10,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.chat_bodies import bodies, turns
 from support.chat_tokenizer import chat_of, chat_tokenizer
+
+from inkling_engine.runtime.chat import FIELDS
+from inkling_engine.runtime.errors import UsageError
 
 pytestmark = pytest.mark.null
 
@@ -61,6 +65,35 @@ def test_a_longer_conversation_begins_with_the_shorter_one(
     longer = first | {"messages": [*first["messages"], *more]}
     ids = CHAT.render(first)
     assert CHAT.render(longer)[: len(ids)] == ids
+
+
+KEYS = st.sampled_from(
+    [
+        "role",
+        "content",
+        "type",
+        "text",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "function",
+        "name",
+        "arguments",
+        "parameters",
+    ]
+)
+WORDS = st.sampled_from(["user", "assistant", "tool", "system", "text", "function", "{}", "c", ""])
+SCRAPS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5),
+)
+MESSAGE = st.fixed_dictionaries({"role": WORDS, "content": SCRAPS}, optional={"tool_calls": SCRAPS})
+
+
+@given(st.lists(MESSAGE, max_size=2), st.dictionaries(st.sampled_from(sorted(FIELDS)), SCRAPS))
+def test_any_body_is_rendered_or_refused(messages: list[Any], body: dict[str, Any]) -> None:
+    with contextlib.suppress(UsageError):
+        assert CHAT.render({"messages": messages} | body)
 
 
 @given(turns())
