@@ -57,6 +57,10 @@ class Tokenizer:
         """The text of `ids`; bytes that are no character become U+FFFD."""
         return str(self._native.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens beside the ordinary vocabulary, special ones among them, by spelling."""
+        return {token.content: i for i, token in self._native.get_added_tokens_decoder().items()}
+
 
 class TextStream:
     """The growing text of one sequence, cut at the first complete stop string.

@@ -17,7 +17,7 @@ ALLOWED = {
     "kernels": {"torch", "triton"},
     "compile": {"artifacts", "kernels", "torch", "safetensors", "click", "rich", "filelock"}
     | {"platformdirs", "msgspec", "tokenizers", "triton"},
-    "runtime": {"artifacts", "kernels", "torch", "safetensors", "tokenizers", "jinja2", "click"}
+    "runtime": {"artifacts", "kernels", "torch", "safetensors", "tokenizers", "click"}
     | {"rich", "msgspec", "platformdirs"},
 }
 HEAVY = ("torch", "triton", "transformers", "safetensors", "numpy", "tokenizers")
@@ -27,6 +27,7 @@ LIGHT = [
     "inkling_engine.artifacts.store",
     "inkling_engine.compile.cli",
     "inkling_engine.runtime",
+    "inkling_engine.runtime.chat",
     "inkling_engine.runtime.cli",
     "inkling_engine.runtime.requests",
     "inkling_engine.runtime.scheduler",
