@@ -18,6 +18,7 @@ import click
 from inkling_engine.runtime.errors import FailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
     LOAD_NAMES,
+    TRACE,
     load_options,
     parse_ids,
     sampling_options,
@@ -67,6 +68,7 @@ def verify(folder: Path, as_json: bool, **load: Any) -> None:
 @click.option("--prompt-ids", metavar="IDS", help="Prompt as token ids, such as 1,5,7.")
 @sampling_options
 @load_options
+@TRACE
 @click.option("--stream", is_flag=True, help="Print text as it comes.")
 @click.option("--timings", is_flag=True, help="Tell where the time went.")
 @JSON
@@ -76,6 +78,7 @@ def generate(
     prompt_ids: str | None,
     stream: bool,
     timings: bool,
+    trace: Path | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -88,9 +91,9 @@ def generate(
         if as_json or request[1].n > 1:
             found = "--json" if as_json else f"--n {request[1].n}"
             raise UsageError("--stream", f"{found} beside it", "text of one choice", "drop one")
-        result = stream_prompt(folder, *request, _write, **_loading(load))
+        result = stream_prompt(folder, *request, _write, trace=trace, **_loading(load))
     else:
-        result = run_prompt(folder, *request, **_loading(load))
+        result = run_prompt(folder, *request, trace=trace, **_loading(load))
     seconds = result.pop("timings")
     if timings:
         result["timings"] = seconds
@@ -104,16 +107,35 @@ def generate(
 @click.option("--tokens", type=_MANY, default=128, show_default=True, help="Tokens to generate.")
 @click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Runs of each loop.")
 @load_options
+@TRACE
 @JSON
 def bench(
-    folder: Path, batch: int, context: int, tokens: int, repeat: int, as_json: bool, **load: Any
+    folder: Path,
+    batch: int,
+    context: int,
+    tokens: int,
+    repeat: int,
+    trace: Path | None,
+    as_json: bool,
+    **load: Any,
 ) -> None:
     """Measure load, prefill and decode."""
     from inkling_engine.runtime.bench import Work, measure, render
 
     work = Work(batch=batch, context=context, tokens=tokens, repeat=repeat)
-    report = measure(folder, work, **_loading(load))
+    report = measure(folder, work, trace, **_loading(load))
     click.echo(_encode(report) if as_json else render(report))
+
+
+@command.command()
+@click.argument("trace", metavar="TRACE", type=click.Path(path_type=Path))
+@click.option("--out", metavar="FILE", required=True, type=click.Path(path_type=Path), help="SVG.")
+def report(trace: Path, out: Path) -> None:
+    """Draw a trace: padding by bucket, and pool occupancy over the run."""
+    from inkling_engine.runtime.report import chart
+
+    chart(trace, out)
+    click.echo(out)
 
 
 @command.command("attach-weights")

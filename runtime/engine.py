@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from inkling_engine.runtime.collect import Collector
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
 
 
 class Flight(NamedTuple):
-    """A replay that has begun: its plan, its first step's number, and what waits for its end."""
+    """A replay that has begun: its plan, first step's number, when, and what waits for its end."""
 
     plan: Plan
     step: int
+    began: float
     wait: Callable[[], None]
 
 
@@ -62,6 +64,7 @@ class Engine:
         self._replayer: Replayer | None = loaded.replayer
         self.scheduler = Scheduler(self.spec, loaded.steps)
         self._collector = Collector(loaded.results, self.scheduler, self.tokenizer)
+        self.observers, self.finished = self._collector.observers, self._collector.finished
         self.overlap = loaded.replayer.overlaps and 2 * loaded.steps <= self.spec.pools.results
         self._ahead: Flight | None = None
         self.steps = 0
@@ -230,16 +233,16 @@ class Engine:
         if self.overlap:
             self._ahead = self._begin()
         flight.wait()
-        return self._collector.collect(flight.plan, flight.step)
+        return self._collector.collect(flight.plan, flight.step, flight.began)
 
     def _begin(self) -> Flight | None:
         """Plan and start the next replay, if there is one."""
         if (plan := self.scheduler.next()) is None:
             return None
         assert self._replayer is not None
-        name = self._names[plan.bucket]
+        name, began = self._names[plan.bucket], perf_counter()
         self._rows[name].fill(plan)
-        flight = Flight(plan, self.steps, self._replayer.replay(name, plan.steps))
+        flight = Flight(plan, self.steps, began, self._replayer.replay(name, plan.steps))
         self.scheduler.complete()
         self.steps += plan.steps
         return flight

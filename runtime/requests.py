@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from inkling_engine.artifacts.errors import UsageError
@@ -219,13 +220,15 @@ class Cursor:
 
 
 class Request:
-    """A submitted prompt with its sampling; `sequences` are its choices, in order."""
+    """A submitted prompt with its sampling; `sequences` are its choices, in order, `arrived` is when
+    it was made (`time.perf_counter`)."""
 
-    __slots__ = ("id", "params", "prompt", "sequences")
+    __slots__ = ("arrived", "id", "params", "prompt", "sequences")
 
     def __init__(self, request_id: int, prompt: ListLike[int], params: SamplingParams) -> None:
         """A request without sequences yet; `open_request` makes whole ones."""
         self.id, self.prompt, self.params = request_id, prompt, params
+        self.arrived = perf_counter()
         self.sequences: list[Sequence] = []
 
     @property
