@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from inkling_engine.artifacts.layout import program_name
 from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
 from inkling_engine.runtime.capacity import Account
-from inkling_engine.runtime.requests import Sequence, Status
+from inkling_engine.runtime.requests import FinishReason, Sequence, Status
 from inkling_engine.runtime.scheduler import Plan
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class EngineStats:
     seconds: float
     waiting: int
     running: int
-    finished: dict[str, int]
+    finished: dict[FinishReason, int]
     prompt_tokens: int
     generated_tokens: int
     buckets: dict[str, BucketStats]
@@ -144,7 +144,7 @@ class StatsCollector:
                 seconds=perf_counter() - self._start,
                 waiting=len(scheduler.waiting),
                 running=len(scheduler.prefilling) + len(scheduler.decoding),
-                finished={reason: count for reason, count in engine.finished.items()},
+                finished=dict(engine.finished),
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
                 buckets={name: replace(bucket) for name, bucket in self._buckets.items()},

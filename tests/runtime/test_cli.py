@@ -30,12 +30,13 @@ OPTIONS = {
         *["logprobs", "max_tokens", "memory", "min_p", "min_tokens", "n"],
         *["presence_penalty", "prompt", "prompt_ids", "random_weights"],
         *["repetition_penalty", "seed", "skip_special_tokens", "steps_per_replay", "stop"],
-        *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p"],
+        *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p", "trace"],
     ],
     "bench": [
         *["as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
-        *["random_weights", "repeat", "steps_per_replay", "tokens"],
+        *["random_weights", "repeat", "steps_per_replay", "tokens", "trace"],
     ],
+    "report": ["out", "trace"],
     "attach-weights": ["checkpoint", "folder"],
 }
 
@@ -146,6 +147,19 @@ def test_generate_text_and_stream_agree(shell: Shell, folder: Path) -> None:
     code, out, err = shell(*arguments, "--timings")
     assert (code, out) == (0, plain) and "generate: " in err
     assert "timings" not in json.loads(shell(*arguments, "--json")[1])
+
+
+def test_a_run_is_traced_and_drawn(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    trace, drawn = tmp_path / "run.json", tmp_path / "run.svg"
+    arguments = ("generate", folder, "--prompt-ids", "30,31", "--temperature", 0, "--ignore-eos")
+    for more in ((), ("--stream",)):
+        assert shell(*arguments, *more, "--trace", trace)[0] == 0
+        events = json.loads(trace.read_text())
+        assert sum(event["args"].get("new_tokens", 0) for event in events) == 16
+    assert shell("report", trace, "--out", drawn) == (0, f"{drawn}\n", "")
+    assert drawn.read_text().startswith("<svg ")
+    assert "--trace" in shell.fail(2, *arguments, "--trace", tmp_path)
+    assert "TRACE" in shell.fail(2, "report", tmp_path / "none", "--out", drawn)
 
 
 def test_every_sampling_option_arrives(shell: Shell, folder: Path) -> None:
