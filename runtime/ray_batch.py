@@ -102,9 +102,7 @@ def run_shards(
         fn_constructor_args=(opener, str(outputs)),
         num_cpus=cpus,
         num_gpus=gpus,
-        max_restarts=-1,  # an actor that died comes back,
-        max_task_retries=-1,  # and its shard with it
-    )
+    )  # Ray Data's defaults: an actor that died comes back, and its shard with it
     found = {row["shard"]: row for row in answered.take_all()}
     return [found[row["shard"]] for row in rows]
 

@@ -29,12 +29,11 @@ class Script:
 
     def __init__(self, engine: Engine) -> None:
         """Nothing changes before the block begins."""
-        self._engine, self._scheduler, self._overlap = engine, engine.scheduler, engine.overlap
+        self._engine, self._scheduler = engine, engine.scheduler
         self._planned: Plan | None = None
 
     def __enter__(self) -> Self:
         """Take over; a replay begun ahead is collected first."""
-        self._engine.overlap = False
         if self._engine._ahead:
             self._engine.step()
         self._scheduler.next = self._next  # type: ignore[method-assign]
@@ -48,7 +47,6 @@ class Script:
     ) -> None:
         """Let the scheduler choose again."""
         del self._scheduler.next
-        self._engine.overlap = self._overlap
 
     def step(self, *rows: Row, bucket: Bucket | None = None, steps: int = 1) -> list[Request]:
         """Run one replay with `rows`, each a request of one choice or a sequence, and its count:

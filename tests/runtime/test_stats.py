@@ -72,6 +72,14 @@ def test_steps_of_one_replay_are_all_counted() -> None:
         assert (decode.replays, decode.steps, decode.rows) == (2, 10, 10)
 
 
+def test_replays_that_overlap_are_timed_one_after_the_other() -> None:
+    with open_engine(build_spec(), overlap=True) as engine:
+        watch = StatsCollector(engine)
+        engine.generate([[30] * 20, [31] * 3], greedy(20))
+        seen = watch.stats()
+        assert 0 < sum(bucket.seconds for bucket in seen.buckets.values()) <= seen.seconds
+
+
 def test_latencies_are_those_of_the_clock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     for module in (collect, requests, stats):

@@ -153,14 +153,15 @@ def test_a_summary_is_that_of_the_run(tmp_path: Path) -> None:
 
 def test_the_chart_shows_padding_and_peaks() -> None:
     run = Run({"decode-r0004": Bucket(3, 25, 100, 0.5)}, {"slots": []}, 1e6)
-    run.pools["slots"] = [
-        (float(time), 0.9 if time == 500_001 else 0.1) for time in range(0, 10**6, 7)
-    ]
-    run.pools["slots"].append((500_001.0, 0.9))
+    peak = 7 * 70_000
+    run.pools["slots"] = [(float(t), 0.9 if t == peak else 0.1) for t in range(0, 10**6, 7)]
     svg = render(run)
     root = ElementTree.fromstring(svg)
     assert "75.0% padding, 3 replays, 0.5 s" in svg and "peak 90.0%" in svg
     assert len(svg) < 20_000, "a long run is drawn by pixels"
+    (line,) = [n.attrib["d"] for n in root.iter() if n.attrib.get("stroke-width")]
+    heights = [float(point.split()[1]) for point in line[1:].split("L")]
+    assert len(set(heights)) == 2, "and the peak is not lost"
     bars = [float(node.attrib["width"]) for node in root.iter() if node.tag.endswith("rect")][1:3]
     assert bars[0] / sum(bars) == pytest.approx(0.25, abs=0.001)
 

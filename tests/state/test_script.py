@@ -22,6 +22,8 @@ def test_a_state_does_not_depend_on_the_cut(served: Model, exported: Exported) -
     prompt, other = (choose.choices(range(vocab), k=n) for n in (40, 60))
     engine, _ = open_engine(served, exported)
     debug.poison_releases(engine)
+    snapshots = range(1 + engine.spec.max_running, engine.spec.pools.slots)
+    assert snapshots and engine.pool.tensors["conv_mlp"][:, snapshots].isnan().all()
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     noise = engine.submit(other, SamplingParams(max_tokens=3, seed=3, ignore_eos=True))
     found = []
