@@ -14,10 +14,13 @@ from xml.sax.saxutils import escape
 from inkling_engine.runtime.errors import UsageError
 from inkling_engine.runtime.trace import COUNTERS, REPLAYS, Event, read_events
 
-WIDTH, LEFT, RIGHT, TOP, PLOT, BAR, LEGEND = 900, 150, 210, 60, 240, 22, 18  # pixels
+WIDTH, LEFT, RIGHT, TOP, PLOT, BAR, LEGEND = 960, 150, 260, 60, 240, 22, 18  # pixels
 _ROOM = WIDTH - LEFT - RIGHT
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _USED, _PADDING, _GRID = "#0072b2", "#d9d9d9", "#e8e8e8"
+
+
+Line = list[tuple[float, float]]
 
 
 @dataclass(slots=True)
@@ -32,10 +35,12 @@ class Bucket:
 
 @dataclass(slots=True)
 class Run:
-    """What a chart shows: buckets by name, occupancy [0, 1] by pool at microseconds, and the end."""
+    """What a chart shows: buckets by name; by pool what is live, and by pool what the prefix cache
+    holds beside it, as microseconds and share of the pool; the last microsecond."""
 
     buckets: dict[str, Bucket] = field(default_factory=dict)
-    pools: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    live: dict[str, Line] = field(default_factory=dict)
+    held: dict[str, Line] = field(default_factory=dict)
     end: float = 0.0
 
 
@@ -51,10 +56,11 @@ def summarise(events: Iterable[Event]) -> Run:
             bucket.places += args["bucket_tokens"] * args["steps"]
             bucket.seconds += event["dur"] / 1e6
         elif event["ph"] == COUNTERS and "free" in args:
-            total = sum(args.values())
-            held = total - args["free"] - args["reserved"]
-            run.pools.setdefault(event["name"], []).append((event["ts"], held / max(total, 1)))
-            run.end = max(run.end, event["ts"])
+            name, now, total = event["name"], event["ts"], max(sum(args.values()), 1)
+            run.live.setdefault(name, []).append((now, args["live"] / total))
+            if pinned := args.get("pinned", 0):
+                run.held.setdefault(name, []).append((now, (args["live"] + pinned) / total))
+            run.end = max(run.end, now)
     return run
 
 
@@ -102,7 +108,7 @@ def _bars(run: Run) -> Iterator[str]:
 
 
 def _occupancy(run: Run, top: float) -> Iterator[str]:
-    """A line for each pool: its share of slots or pages that were held, over time."""
+    """A line for each pool: its share of slots or pages that requests held, over time."""
     yield _text(LEFT, top - 16, "Pool occupancy over the run", size=15)
     for percent in range(0, 101, 25):
         y = top + PLOT * (1 - percent / 100)
@@ -112,18 +118,25 @@ def _occupancy(run: Run, top: float) -> Iterator[str]:
         seconds = run.end / 1e6 * quarter / 4
         x = LEFT + _ROOM * quarter / 4
         yield _text(x, top + PLOT + 20, f"{seconds:.3g} s", anchor="middle")
-    for at, (name, points) in enumerate(run.pools.items()):
-        colour = _COLOURS[at % len(_COLOURS)]
-        path = "L".join(
-            f"{LEFT + x} {top + PLOT * (1 - share):.1f}" for x, share in _by_pixel(points, run.end)
-        )
-        yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        y, peak = top + LEGEND * at, max(share for _, share in points)
+    for at, (name, points) in enumerate(run.live.items()):
+        colour, y = _COLOURS[at % len(_COLOURS)], top + LEGEND * at
+        yield _line(points, run.end, top, f'stroke="{colour}" stroke-width="1.5"')
+        if held := run.held.get(name):
+            yield _line(held, run.end, top, f'stroke="{colour}" stroke-dasharray="3 3"')
         yield _box(LEFT + _ROOM + 8, y, 12, colour, 12)
+        peak = max(share for _, share in points)
         yield _text(LEFT + _ROOM + 26, y + 11, f"{name}: peak {peak:.1%}")
+    if run.held:
+        y = top + LEGEND * len(run.live)
+        yield _text(LEFT + _ROOM + 26, y + 11, "dashed: with the prefix cache's")
 
 
-def _by_pixel(points: Iterable[tuple[float, float]], end: float) -> list[tuple[int, float]]:
+def _line(points: Line, end: float, top: float, style: str) -> str:
+    path = "L".join(f"{LEFT + x} {top + PLOT * (1 - y):.1f}" for x, y in _by_pixel(points, end))
+    return f'<path d="M{path}" fill="none" {style}/>'
+
+
+def _by_pixel(points: Line, end: float) -> list[tuple[int, float]]:
     """The fullest moment of each pixel column."""
     columns: dict[int, float] = {}
     for time, share in points:

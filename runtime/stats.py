@@ -150,7 +150,7 @@ class StatsCollector:
                 buckets={name: replace(bucket) for name, bucket in self._buckets.items()},
                 pools=scheduler.accounting(),
                 prefix_hits=getattr(scheduler, "prefix_hits", 0),
-                prefix_tokens=getattr(scheduler, "prefix_tokens", 0),
+                prefix_tokens=getattr(scheduler, "cached_tokens", 0),
                 preemptions=getattr(scheduler, "preemptions", 0),
                 first_token=self._first_token.latency(),
                 per_token=self._per_token.latency(),
@@ -182,7 +182,8 @@ class StatsCollector:
 def by_state(account: Account) -> dict[str, int]:
     """Counts that add up to the total: `free` ones are not promised to anybody."""
     counts = asdict(account)
-    total, counts["free"] = counts.pop("total"), account.free - account.reserved
+    total = counts.pop("total")
+    counts["free"] -= counts.get("reserved", 0)
     assert sum(counts.values()) == total, f"an account does not add up: {account}"
     return counts
 

@@ -143,18 +143,18 @@ def test_a_summary_is_that_of_the_run(tmp_path: Path) -> None:
     found = chart(tmp_path / "run.json", tmp_path / "chart.svg")
     extend = found.buckets["extend-t00016-r0004"]
     assert (extend.replays, extend.used, extend.places) == (2, 25, 32)
-    assert found.pools.keys() == {"slots", "full_pages", "window_pages"}
-    assert max(share for _, share in found.pools["slots"]) == 3 / 4
-    assert found.pools["slots"][-1] == (found.end, 0.0)
+    assert found.live.keys() == {"slots", "full_pages", "window_pages"}
+    assert max(share for _, share in found.live["slots"]) == 3 / 4
+    assert found.live["slots"][-1] == (found.end, 0.0)
     texts = [node.text for node in ElementTree.parse(tmp_path / "chart.svg").iter() if node.text]
     assert any("extend-t00016-r0004" in str(text) for text in texts)
     assert any("slots: peak 75.0%" in str(text) for text in texts)
 
 
 def test_the_chart_shows_padding_and_peaks() -> None:
-    run = Run({"decode-r0004": Bucket(3, 25, 100, 0.5)}, {"slots": []}, 1e6)
+    run = Run({"decode-r0004": Bucket(3, 25, 100, 0.5)}, end=1e6)
     peak = 7 * 70_000
-    run.pools["slots"] = [(float(t), 0.9 if t == peak else 0.1) for t in range(0, 10**6, 7)]
+    run.live["slots"] = [(float(t), 0.9 if t == peak else 0.1) for t in range(0, 10**6, 7)]
     svg = render(run)
     root = ElementTree.fromstring(svg)
     assert "75.0% padding, 3 replays, 0.5 s" in svg and "peak 90.0%" in svg
@@ -166,5 +166,10 @@ def test_the_chart_shows_padding_and_peaks() -> None:
     assert bars[0] / sum(bars) == pytest.approx(0.25, abs=0.001)
 
 
-def test_events_of_others_are_passed_over() -> None:
-    assert summarise([{"ph": "C", "name": "queue", "args": {"waiting": 3}, "ts": 1.0}]).pools == {}
+def test_the_cache_is_drawn_beside_what_is_live() -> None:
+    args = {"free": 2, "live": 1, "pinned": 5}
+    run = summarise([{"ph": "C", "name": "full_pages", "args": args, "ts": 1.0}])
+    assert (run.live, run.held) == ({"full_pages": [(1.0, 1 / 8)]}, {"full_pages": [(1.0, 6 / 8)]})
+    assert render(run).count("stroke-dasharray") == 1
+    other: dict[str, Any] = {"ph": "C", "name": "queue", "args": {"waiting": 3}, "ts": 1.0}
+    assert summarise([other]).live == {}
