@@ -2,7 +2,7 @@
 
 Result lines are read step by step. A sequence that has ended, on the device or by its text, takes
 nothing more from later lines: they are zeros, or tokens that the one-step loop would not have
-drawn.
+drawn. One that was preempted after a replay had begun takes that replay's tokens while it waits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from time import perf_counter
 from typing import Protocol
 
 from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import FinishReason, Request, Sequence, Status
 from inkling_engine.runtime.results import ResultRing
-from inkling_engine.runtime.scheduler import Plan, Scheduler
+from inkling_engine.runtime.scheduler import Scheduler
 from inkling_engine.runtime.tokens import Tokenizer
 
 _REASONS: dict[int, FinishReason] = {
@@ -65,6 +66,13 @@ class Collector:
                     if sequence.finish_reason and sequence.request.finished:
                         finished.append(sequence.request)
         return finished
+
+    def end(self, request: Request, reason: FinishReason) -> bool:
+        """End the unfinished choices of a request; whether there were any."""
+        left = [s for s in request.sequences if s.status is not Status.FINISHED]
+        for sequence in left:
+            self.finish(sequence, reason)
+        return bool(left)
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None

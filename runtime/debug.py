@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inkling_engine.runtime.engine import Engine
+    from inkling_engine.runtime.plan import Plan
     from inkling_engine.runtime.replay import Replayer
     from inkling_engine.runtime.requests import Sequence
-    from inkling_engine.runtime.scheduler import Plan
 
 
 def active() -> bool:
@@ -56,13 +56,13 @@ class Checked:
 
 
 def accounting(engine: Engine) -> dict[str, dict[str, int]]:
-    """Slots and pages by pool and state (free, reserved, live, pinned); the states add up."""
+    """Slots and pages by pool and state (free, live, pinned); the states add up."""
     return {name: by_state(account) for name, account in engine.scheduler.accounting().items()}
 
 
 def check(engine: Engine) -> None:
-    """Assert that nothing is lost, and nothing both free and held; of an engine without work also
-    that nothing is live or promised. Meant for the end of every job."""
+    """Assert that nothing is lost, and nothing both free and held. Meant for the end of every job:
+    of an engine without work, what is not free must be the prefix cache's."""
     scheduler = engine.scheduler
     if not scheduler.unfinished():
         engine.step()  # reads what was begun ahead
@@ -74,25 +74,22 @@ def check(engine: Engine) -> None:
             ("full_pages", set(chain(*(sequence.full_pages for sequence in running)))),
             ("window_pages", set(chain(*(sequence.window_pages for sequence in running)))),
         ):
-            free = getattr(scheduler, name).free
+            free = getattr(scheduler.holdings, name).free
             assert len(set(free)) == len(free), f"{name}: one is free twice"
             assert not held & set(free), f"{name}: one is free and held"
             assert 0 not in held, f"{name}: the inert one is held"
-        for name, account in scheduler.accounting().items():
-            idle = not scheduler.unfinished()
-            assert not (idle and (account.live or account.reserved)), f"{name}: {account} at rest"
 
 
 def poison_free(engine: Engine, value: float = math.nan) -> None:
     """Fill with `value` all that nobody may read: free slots and pages, and the inert slot 0 and
     page 0. Tokens must not change."""
-    scheduler, pool = engine.scheduler, engine.pool
+    holdings, pool = engine.scheduler.holdings, engine.pool
     settle(engine)
-    for slot in (0, *scheduler.slots.free, *_free_snapshots(engine)):
+    for slot in (0, *holdings.slots.free, *holdings.prefix.slots.free):
         pool.poison_slot(slot, value)
-    for page in (0, *scheduler.full_pages.free):
+    for page in (0, *holdings.full_pages.free):
         pool.poison_page("full", page, value)
-    for page in (0, *scheduler.window_pages.free):
+    for page in (0, *holdings.window_pages.free):
         pool.poison_page("window", page, value)
     settle(engine)
 
@@ -127,11 +124,6 @@ def settle(engine: Engine) -> None:
         import torch
 
         torch.cuda.synchronize(device)
-
-
-def _free_snapshots(engine: Engine) -> range:
-    """Snapshot slots: the scheduler keeps none yet."""
-    return range(1 + engine.spec.max_running, engine.spec.pools.slots)
 
 
 def _state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:

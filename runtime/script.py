@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Request, Sequence, Status
-from inkling_engine.runtime.scheduler import Plan
 
 if TYPE_CHECKING:
     from inkling_engine.runtime.engine import Engine
@@ -50,20 +50,24 @@ class Script:
 
     def step(self, *rows: Row, bucket: Bucket | None = None, steps: int = 1) -> list[Request]:
         """Run one replay with `rows`, each a request of one choice or a sequence, and its count:
-        so many prompt tokens, or 1 if its prompt is behind it. Returns the requests that it ended.
+        so many prompt tokens (behind those of a prefix hit), or 1 if its prompt is behind it. Returns
+        the requests that it ended.
 
         `bucket` is the smallest that holds the rows unless given; `steps` more than 1 is for rows
         that all decode.
         """
         chosen = [(_sequence(row), count) for row, count in rows]
-        prompt = [s.length < len(s.prompt) for s, _ in chosen]
-        kind = "extend" if any(prompt) else "decode"
+        kind = "extend" if any(s.length < len(s.feed) for s, _ in chosen) else "decode"
         fitting = self._fitting(kind, sum(count for _, count in chosen), len(chosen))
         plan = Plan(bucket or fitting[0], steps=steps)
-        assert plan.bucket in fitting, f"{plan.bucket} does not hold the rows"
-        assert steps == 1 or plan.bucket.kind == "decode", "replays of several steps only decode"
         for sequence, count in chosen:
             self._add(plan, sequence, count)
+        lines = self._scheduler._lines
+        plan.bucket = bucket or next(b for b in fitting if lines(b) >= len(plan.pages))
+        assert plan.bucket in fitting and lines(plan.bucket) >= len(plan.pages), "a small bucket"
+        assert steps == 1 or plan.bucket.kind == "decode", "replays of several steps only decode"
+        if plan.bucket.kind == "decode":
+            plan.tokens.clear()
         self._planned = plan
         return self._engine.step()
 
@@ -79,18 +83,19 @@ class Script:
         """Add a row as the scheduler would."""
         scheduler = self._scheduler
         assert sequence.status is not Status.FINISHED, "the sequence has ended"
-        if sequence.length >= len(sequence.prompt):
+        if sequence.length >= len(sequence.feed):
             assert count == 1, f"a row that decodes takes 1 token, not {count}"
             assert sequence.length < sequence.total - 1, "the sequence has no token left"
             scheduler._add_decoding(plan, [sequence])
-            plan.tokens += [0] if plan.bucket.kind == "extend" else []
+            assert plan.sequences[-1:] == [sequence], "there is no page for the sequence"
             return
         if sequence.status is Status.WAITING:
             scheduler.waiting.remove(sequence)
-            scheduler.waiting.appendleft(sequence)
-            assert scheduler._admit(sequence, plan), "there is no slot or page for the sequence"
-        taken = scheduler._add_chunk(plan, sequence, count)
-        assert taken == count, f"{taken} of {count} prompt tokens are left or fit in the ring"
+            scheduler.waiting.insert(0, sequence)
+            scheduler._short = False
+            assert scheduler._admit(), "there is no slot or page for the sequence"
+        taken = scheduler._add_chunk(plan, sequence, count, 0)
+        assert taken == count, f"{taken} of {count} prompt tokens are left or have room"
 
     def _next(self) -> Plan | None:
         """What the engine asks the scheduler for."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from inkling_engine.artifacts.layout import program_name
 from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
 from inkling_engine.runtime.capacity import Account
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import FinishReason, Sequence, Status
-from inkling_engine.runtime.scheduler import Plan
 
 if TYPE_CHECKING:
     from inkling_engine.runtime.engine import Engine
@@ -117,7 +117,7 @@ class StatsCollector:
     def __init__(self, engine: Engine) -> None:
         """Attach to `engine`."""
         self._engine, self._start = engine, perf_counter()
-        self._prompt_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._generated_tokens = self._hits = 0
         self._buckets: dict[str, BucketStats] = {}
         self._first_token, self._per_token = Histogram(), Histogram()
         self._began: dict[Sequence, float] = {}  # when the first token was there
@@ -131,6 +131,7 @@ class StatsCollector:
         bucket.add(plan, ended - max(began, self._last))
         self._last = ended
         self._generated_tokens += tokens
+        self._hits += len(plan.sources)
         if plan.tokens:
             self._start_rows(plan, ended)
         self._end_rows(plan, ended)
@@ -149,9 +150,9 @@ class StatsCollector:
                 generated_tokens=self._generated_tokens,
                 buckets={name: replace(bucket) for name, bucket in self._buckets.items()},
                 pools=scheduler.accounting(),
-                prefix_hits=getattr(scheduler, "prefix_hits", 0),
-                prefix_tokens=getattr(scheduler, "cached_tokens", 0),
-                preemptions=getattr(scheduler, "preemptions", 0),
+                prefix_hits=self._hits,
+                prefix_tokens=scheduler.cached_tokens,
+                preemptions=scheduler.preemptions,
                 first_token=self._first_token.latency(),
                 per_token=self._per_token.latency(),
             )
@@ -180,10 +181,9 @@ class StatsCollector:
 
 
 def by_state(account: Account) -> dict[str, int]:
-    """Counts that add up to the total: `free` ones are not promised to anybody."""
+    """Counts that add up to the total."""
     counts = asdict(account)
     total = counts.pop("total")
-    counts["free"] -= counts.get("reserved", 0)
     assert sum(counts.values()) == total, f"an account does not add up: {account}"
     return counts
 

@@ -20,7 +20,7 @@ import msgspec
 from inkling_engine.artifacts.layout import program_name
 from inkling_engine.kernels.table import FROM_TABLE
 from inkling_engine.runtime.errors import UsageError
-from inkling_engine.runtime.scheduler import Plan
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.stats import by_state
 
 if TYPE_CHECKING:

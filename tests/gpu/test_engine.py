@@ -22,8 +22,8 @@ from torch import Tensor
 
 from inkling_engine.runtime import Engine, SamplingParams, debug
 from inkling_engine.runtime.capture import CapturedGraphs
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Choice
-from inkling_engine.runtime.scheduler import Plan
 
 pytestmark = [
     pytest.mark.gpu,

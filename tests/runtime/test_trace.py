@@ -143,7 +143,7 @@ def test_a_summary_is_that_of_the_run(tmp_path: Path) -> None:
     found = chart(tmp_path / "run.json", tmp_path / "chart.svg")
     extend = found.buckets["extend-t00016-r0004"]
     assert (extend.replays, extend.used, extend.places) == (2, 25, 32)
-    assert found.live.keys() == {"slots", "full_pages", "window_pages"}
+    assert found.live.keys() == {"slots", "full_pages", "window_pages", "snapshots"}
     assert max(share for _, share in found.live["slots"]) == 3 / 4
     assert found.live["slots"][-1] == (found.end, 0.0)
     texts = [node.text for node in ElementTree.parse(tmp_path / "chart.svg").iter() if node.text]
