@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -34,8 +34,10 @@ from inkling_engine.runtime.batch_request import (
     read_line,
     read_request,
 )
-from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.requests import Request
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.engine import Engine
 
 FORMAT: Final = 1  # of the output's lines: part files of another one are not gone on with
 _AHEAD: Final = 4  # sequences in flight for each one that can run
@@ -316,7 +318,9 @@ def run_batch(
     **load: Any,
 ) -> dict[str, Any]:
     """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it."""
-    require_absent(output)
+    require_absent(output)  # before the load, which takes its time
+    from inkling_engine.runtime.engine import Engine
+
     options = {"random_weights": load.get("random_weights")}
     with Engine.load(folder, **load) as engine, shown() as watch:
         runner = BatchRunner(engine, max_in_flight=max_in_flight)

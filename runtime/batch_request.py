@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
-from inkling_engine.runtime import sampling
-from inkling_engine.runtime.batch_input import MAX_LINE, Line, SeenIds
+from inkling_engine.runtime import batch_input, sampling
+from inkling_engine.runtime.batch_input import Line, SeenIds
 from inkling_engine.runtime.requests import Encoder, read_prompt
 from inkling_engine.runtime.sampling import SamplingParams
 
@@ -137,7 +137,7 @@ def clip(value: object) -> str:
 def _show(value: object) -> str:
     """A value of a line as Python writes it; what cannot be written is named by its type."""
     try:
-        return _show(value)
+        return clip(repr(value))
     except (ValueError, RecursionError):  # too many digits, too deep
         return f"a huge {type(value).__name__}"
 
@@ -293,7 +293,8 @@ def _require(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def _decode(line: Line) -> dict[str, Any]:
     """The line as a JSON object; LineError `invalid_json`."""
     if line.data is None:
-        raise LineError("invalid_json", f"line: found more than {MAX_LINE} bytes; shorten it")
+        found = f"line: found more than {batch_input.MAX_LINE} bytes; expected fewer"
+        raise LineError("invalid_json", f"{found}; shorten or split it")
     text = line.data.strip()
     try:
         value = msgspec.json.decode(text)
