@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from inkling_engine.runtime.errors import FailedError, UsageError, UserError
+from inkling_engine.runtime.errors import FailedError, LinesFailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
     LOAD_NAMES,
     TRACE,
@@ -28,7 +28,8 @@ from inkling_engine.runtime.options import (
 if TYPE_CHECKING:
     from inkling_engine.runtime.requests import Prompt
 
-Folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+_PATH = click.Path(path_type=Path)
+Folder = click.argument("folder", metavar="DIR", type=_PATH)
 _COUNT, _MANY = click.IntRange(1), click.IntRange(2)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -138,6 +139,47 @@ def report(trace: Path, out: Path) -> None:
     click.echo(out)
 
 
+@command.command()
+@Folder
+@click.option("--input", "source", required=True, type=_PATH, help="Requests, one JSON line each.")
+@click.option("--output", required=True, type=_PATH, help="Answers, line for line; must be new.")
+@click.option("--shard", default="0/1", show_default=True, help="Part i of n, i from 0.")
+@click.option("--max-in-flight", type=_COUNT, help="Choices under way. Default 4 x max_running.")
+@click.option("--summary", type=_PATH, help="Write the summary there, as JSON.")
+@load_options
+@TRACE
+@JSON
+def batch(
+    folder: Path,
+    source: Path,
+    output: Path,
+    shard: str,
+    max_in_flight: int | None,
+    summary: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    **load: Any,
+) -> None:
+    """Answer a file of requests; run again to go on after an end on the way."""
+    from inkling_engine.runtime.batch import StoppedError, run_batch
+    from inkling_engine.runtime.batch_input import parse_shard
+    from inkling_engine.runtime.batch_progress import render
+
+    values = {"shard": parse_shard(shard), "max_in_flight": max_in_flight, "trace": trace}
+    try:
+        report = run_batch(folder, source, output, **values, **_loading(load))
+    except StoppedError as error:
+        _fail(str(error), 128 + error.signum)
+    if summary:
+        summary.write_text(_encode(report) + "\n")
+    else:
+        click.echo(_encode(report) if as_json else render(report))
+    if failed := report["requests"]["failed"]:
+        found = f"{failed} of {report['requests']['total']} failed"
+        remedy = f"see the `error` of those lines in {output}"
+        raise LinesFailedError("batch lines", found, "an answer to each", remedy)
+
+
 @command.command("attach-weights")
 @Folder
 @click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
@@ -150,7 +192,7 @@ def attach_weights(folder: Path, checkpoint: Path) -> None:
 
 
 def main() -> None:
-    """Entry point: exit codes 0 ok, 1 failure, 2 usage, 3 to 5 as `artifacts.errors`, 130."""
+    """Entry point: exit codes 0 ok, 1 failure, 2 usage, 3 to 6 as `artifacts.errors`, 130."""
     try:
         command.main(prog_name="inkling-engine", standalone_mode=False)
         sys.stdout.flush()
@@ -165,7 +207,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 

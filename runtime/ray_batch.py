@@ -28,16 +28,20 @@ class ShardRunner(Protocol):
         go on where an earlier run was cut short. The summary."""
 
 
-def open_runner(folder: Path, load: Mapping[str, Any]) -> ShardRunner:
-    """Load the engine in `folder` with the keywords `load`, and run batches on it."""
-    from importlib import import_module
+class EngineRunner:
+    """An engine that answers files."""
 
-    from inkling_engine.runtime.engine import Engine
+    def __init__(self, folder: Path, load: Mapping[str, Any]) -> None:
+        """Load the engine in `folder` with the keywords `load`."""
+        from inkling_engine.runtime.batch import BatchRunner
+        from inkling_engine.runtime.engine import Engine
 
-    runner: ShardRunner = import_module("inkling_engine.runtime.batch").BatchRunner(
-        Engine.load(folder, **load)
-    )
-    return runner
+        self._runner = BatchRunner(Engine.load(folder, **load))
+        self._options = {"random_weights": load.get("random_weights")}
+
+    def run(self, source: Path, output: Path, /) -> Mapping[str, Any]:
+        """Answer `source` with `output`; the summary."""
+        return self._runner.run(source, output, options=self._options)
 
 
 class ShardActor:
@@ -94,7 +98,7 @@ def run_shards(
     outputs = outputs.resolve()
     outputs.mkdir(parents=True, exist_ok=True)
     rows = [{"shard": str(shard.resolve())} for shard in shards]
-    opener = make_runner or partial(open_runner, folder.resolve(), dict(load or {}))
+    opener = make_runner or partial(EngineRunner, folder.resolve(), dict(load or {}))
     answered = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ShardActor,
         batch_size=1,
