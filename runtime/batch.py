@@ -34,12 +34,12 @@ from inkling_engine.runtime.batch_request import (
     read_line,
     read_request,
 )
+from inkling_engine.runtime.debug import check
 from inkling_engine.runtime.requests import Request
 from inkling_engine.runtime.trace import tracing
 
 if TYPE_CHECKING:
-    from inkling_engine.runtime.debug import check
-from inkling_engine.runtime.engine import Engine
+    from inkling_engine.runtime.engine import Engine
 
 FORMAT: Final = 1  # of the output's lines: part files of another one are not gone on with
 _AHEAD: Final = 4  # sequences in flight for each one that can run
@@ -322,8 +322,7 @@ def run_batch(
 ) -> dict[str, Any]:
     """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it."""
     require_absent(output)  # before the load, which takes its time
-    from inkling_engine.runtime.debug import check
-from inkling_engine.runtime.engine import Engine
+    from inkling_engine.runtime.engine import Engine
 
     options = {"random_weights": load.get("random_weights")}
     with Engine.load(folder, **load) as engine, tracing(engine, trace), shown() as watch:
