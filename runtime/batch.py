@@ -174,7 +174,7 @@ class _Job:
             if watch:
                 watch(self.meter)
             self._require_going()
-        check(self._engine)
+        self._engine.step()  # the idle self-check
         self._lines.require_unchanged()
 
     def abandon(self) -> None:
@@ -328,7 +328,9 @@ def run_batch(
     with Engine.load(folder, **load) as engine, tracing(engine, trace), shown() as watch:
         runner = BatchRunner(engine, max_in_flight=max_in_flight)
         with stopped_by_signals(runner):
-            return runner.run(source, output, shard=shard, options=options, watch=watch)
+            report = runner.run(source, output, shard=shard, options=options, watch=watch)
+        check(engine)
+        return report
 
 
 @contextmanager

@@ -165,9 +165,9 @@ def batch(
     from inkling_engine.runtime.batch_input import parse_shard
     from inkling_engine.runtime.batch_progress import render
 
-    values = {"shard": parse_shard(shard), "max_in_flight": max_in_flight, "trace": trace}
+    values: dict[str, Any] = {"shard": parse_shard(shard), "max_in_flight": max_in_flight}
     try:
-        report = run_batch(folder, source, output, **values, **_loading(load))
+        report = run_batch(folder, source, output, trace=trace, **values, **_loading(load))
     except StoppedError as error:
         _fail(str(error), 128 + error.signum)
     if summary:

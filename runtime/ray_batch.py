@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from inkling_engine.runtime.debug import check
 from inkling_engine.runtime.errors import UsageError
 
 Columns = dict[str, list[str]]
@@ -36,12 +37,15 @@ class EngineRunner:
         from inkling_engine.runtime.batch import BatchRunner
         from inkling_engine.runtime.engine import Engine
 
-        self._runner = BatchRunner(Engine.load(folder, **load))
+        self._engine = Engine.load(folder, **load)
+        self._runner = BatchRunner(self._engine)
         self._options = {"random_weights": load.get("random_weights")}
 
     def run(self, source: Path, output: Path, /) -> Mapping[str, Any]:
         """Answer `source` with `output`; the summary."""
-        return self._runner.run(source, output, options=self._options)
+        summary = self._runner.run(source, output, options=self._options)
+        check(self._engine)
+        return summary
 
 
 class ShardActor:
