@@ -33,8 +33,7 @@ def poison_free(engine: Engine) -> None:
 
 def step(engine: Engine) -> None:
     """A step over poison, and a look at the balance."""
-    if engine._ahead is None:  # else a replay that has begun may still write what is free
-        poison_free(engine)
+    poison_free(engine)
     engine.step()
     engine.scheduler.check()
 
