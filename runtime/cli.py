@@ -123,6 +123,7 @@ def bench(
 @click.option("--output", required=True, type=_PATH, help="Answers, line for line; must be new.")
 @click.option("--shard", default="0/1", show_default=True, help="Part i of n, i from 0.")
 @click.option("--max-in-flight", type=_COUNT, help="Choices under way. Default 4 x max_running.")
+@click.option("--deadline", metavar="SECONDS", type=float, help="Give up what is not done then.")
 @click.option("--summary", type=_PATH, help="Write the summary there, as JSON.")
 @load_options
 @JSON
@@ -132,6 +133,7 @@ def batch(
     output: Path,
     shard: str,
     max_in_flight: int | None,
+    deadline: float | None,
     summary: Path | None,
     as_json: bool,
     **load: Any,
@@ -141,9 +143,9 @@ def batch(
     from inkling_engine.runtime.batch_input import parse_shard
     from inkling_engine.runtime.batch_progress import render
 
-    values = {"shard": parse_shard(shard), "max_in_flight": max_in_flight, **_loading(load)}
+    part, load = parse_shard(shard), _loading({"max_in_flight": max_in_flight, **load})
     try:
-        report = run_batch(folder, source, output, **values)
+        report = run_batch(folder, source, output, shard=part, deadline=deadline, **load)
     except StoppedError as error:
         _fail(str(error), 128 + error.signum)
     if summary:

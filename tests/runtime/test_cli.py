@@ -39,8 +39,8 @@ OPTIONS = {
         *["random_weights", "repeat", "steps_per_replay", "tokens"],
     ],
     "batch": [
-        *["as_json", "device_index", "folder", "log_level", "max_in_flight", "memory", "output"],
-        *["random_weights", "shard", "source", "steps_per_replay", "summary"],
+        *["as_json", "deadline", "device_index", "folder", "log_level", "max_in_flight"],
+        *["memory", "output", "random_weights", "shard", "source", "steps_per_replay", "summary"],
     ],
     "attach-weights": ["checkpoint", "folder"],
 }
