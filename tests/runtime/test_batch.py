@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import os
 import signal
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +375,23 @@ def test_a_second_signal_does_what_it_did_before() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    user, held = "x" * 1000, dict[int, int]()
+    source = write_lines(
+        tmp_path / "in", (line(f"{user[:200]}{i}", user=user) for i in range(9000))
+    )
+
+    def watch(meter: Meter) -> None:
+        if (at := meter.written // 1000) not in held:
+            gc.collect()  # requests and their choices name each other
+            held[at] = tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        BatchRunner(stub()[0]).run(source, tmp_path / "out", watch=watch)
+    finally:
+        tracemalloc.stop()
+    assert source.stat().st_size > 10_000_000
+    assert max(held.values()) - held[2] < 1_000_000, held
