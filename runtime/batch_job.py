@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from inkling_engine.runtime.engine import Engine
 
 _WINDOW, _HELD = 16, 256 << 20  # lines not written yet for each in flight, bytes of them
+_BURST: Final = 64  # lines read between two steps, so that the engine does not wait for all
 _CANCELLED: Final = "found the job cancelled before its end; send the line again in another job"
 _EXPIRED: Final = "found the deadline passed; send the line again in another job"
 
@@ -179,9 +180,12 @@ class Job:
         return True
 
     def _admit(self, lines: Iterator[Envelope]) -> bool:
-        """Take in lines while there is room; whether there may be more."""
+        """Take in some lines if there is room; whether there may be more."""
         most = self._most
-        while self._sequences < most and len(self._window) < _WINDOW * most and self._held < _HELD:
+        for _ in range(_BURST):
+            full = len(self._window) >= _WINDOW * most or self._held >= _HELD
+            if full or self._sequences >= most:
+                break
             if (envelope := next(lines, None)) is None:
                 return False
             entry = _Entry(envelope)
