@@ -21,6 +21,7 @@ _LOGITS = "found non-finite logits; expected finite ones; check the weights or u
 _NO_END = {
     "error": ("non_finite_logits", _LOGITS),
     "abort": ("cancelled", "found an abort; expected an end; send the line again"),
+    "deadline": ("expired", "found its deadline passed; expected an end; send the line again"),
 }
 
 

@@ -145,6 +145,7 @@ def report(trace: Path, out: Path) -> None:
 @click.option("--output", required=True, type=_PATH, help="Answers, line for line; must be new.")
 @click.option("--shard", default="0/1", show_default=True, help="Part i of n, i from 0.")
 @click.option("--max-in-flight", type=_COUNT, help="Choices under way. Default 4 x max_running.")
+@click.option("--deadline", metavar="SECONDS", type=float, help="Give up what is not done then.")
 @click.option("--summary", type=_PATH, help="Write the summary there, as JSON.")
 @load_options
 @TRACE
@@ -155,6 +156,7 @@ def batch(
     output: Path,
     shard: str,
     max_in_flight: int | None,
+    deadline: float | None,
     summary: Path | None,
     trace: Path | None,
     as_json: bool,
@@ -165,9 +167,11 @@ def batch(
     from inkling_engine.runtime.batch_input import parse_shard
     from inkling_engine.runtime.batch_progress import render
 
-    values: dict[str, Any] = {"shard": parse_shard(shard), "max_in_flight": max_in_flight}
+    part, load = parse_shard(shard), _loading({"max_in_flight": max_in_flight, **load})
     try:
-        report = run_batch(folder, source, output, trace=trace, **values, **_loading(load))
+        report = run_batch(
+            folder, source, output, shard=part, deadline=deadline, trace=trace, **load
+        )
     except StoppedError as error:
         _fail(str(error), 128 + error.signum)
     if summary:

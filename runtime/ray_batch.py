@@ -35,16 +35,13 @@ class EngineRunner:
     def __init__(self, folder: Path, load: Mapping[str, Any]) -> None:
         """Load the engine in `folder` with the keywords `load`."""
         from inkling_engine.runtime.batch import BatchRunner
-        from inkling_engine.runtime.engine import Engine
 
-        self._engine = Engine.load(folder, **load)
-        self._runner = BatchRunner(self._engine)
-        self._options = {"random_weights": load.get("random_weights")}
+        self._runner = BatchRunner.load(folder, **load)
 
     def run(self, source: Path, output: Path, /) -> Mapping[str, Any]:
         """Answer `source` with `output`; the summary."""
-        summary = self._runner.run(source, output, options=self._options)
-        check(self._engine)
+        summary = self._runner.run(source, output)
+        check(self._runner.engine)
         return summary
 
 

@@ -27,6 +27,8 @@ LIGHT = [
     "inkling_engine.artifacts.store",
     "inkling_engine.compile.cli",
     "inkling_engine.runtime",
+    "inkling_engine.runtime.batch_input",
+    "inkling_engine.runtime.batch_output",
     "inkling_engine.runtime.cli",
     "inkling_engine.runtime.ray_batch",
     "inkling_engine.runtime.report",

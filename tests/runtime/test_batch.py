@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import os
+import signal
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batch_rig import (
     SPEC,
-    StubEngine,
     line,
     mixed,
     read_lines,
@@ -26,7 +28,7 @@ from support.fake_spec import tiny_tokenizer
 from support.fake_step import open_engine, run_oracle
 
 from inkling_engine.artifacts.errors import FailedError, UsageError
-from inkling_engine.runtime.batch import BatchRunner, StoppedError
+from inkling_engine.runtime.batch import BatchRunner, StoppedError, stopped_by_signals
 from inkling_engine.runtime.batch_input import Shard
 from inkling_engine.runtime.batch_progress import Meter
 from inkling_engine.runtime.sampling import SamplingParams
@@ -48,20 +50,19 @@ class Stops:
             self.runner.stop()
 
 
-def run(source: Path, output: Path, **options: Any) -> bytes:
+def run(source: Path, output: Path, options: Any = None, **rest: Any) -> bytes:
     """A whole job on a new stub; the output."""
-    BatchRunner(stub()[0]).run(source, output, **options)
+    BatchRunner(stub()[0], options=options).run(source, output, **rest)
     return output.read_bytes()
 
 
-def part_of(source: Path, output: Path, written: int, **options: Any) -> StubEngine:
+def part_of(source: Path, output: Path, written: int, options: Any = None, **rest: Any) -> None:
     """A job that is stopped once as many lines are written."""
     engine, seen = stub()
-    runner = BatchRunner(engine)
+    runner = BatchRunner(engine, options=options)
     with pytest.raises(StoppedError, match="run again to go on"):
-        runner.run(source, output, watch=Stops(runner, written), **options)
+        runner.run(source, output, watch=Stops(runner, written), **rest)
     assert not seen.live, "what still ran is aborted"
-    return seen
 
 
 def test_answers_come_in_order_whatever_ends_first(tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def test_a_stopped_job_goes_on_where_it_was(tmp_path: Path, cuts: list[int]) -> 
 @pytest.mark.parametrize(
     "damage",
     [
+        lambda data: data[:-1],
         lambda data: data[:-7],
         lambda data: data + b'{"id": "half',
         lambda data: data + b"\0" * 5000,
@@ -313,3 +315,83 @@ def test_a_real_engine_answers_as_its_oracle(tmp_path: Path) -> None:
         text = tiny_tokenizer().decode(hidden, skip_special_tokens=True)
         assert (choice["text"], choice["finish_reason"]) == (text, reason)
         assert answer["response"]["body"]["usage"]["completion_tokens"] == len(tokens)
+
+
+def test_a_cancelled_job_keeps_what_is_done(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in", mixed(200)), tmp_path / "out"
+    whole = run(source, tmp_path / "whole").splitlines()
+    engine, seen = stub()
+    runner = BatchRunner(engine)
+
+    def watch(meter: Meter) -> None:
+        if meter.written > 50:
+            runner.cancel()
+
+    summary = runner.run(source, output, watch=watch)
+    assert not seen.live and not (tmp_path / "out.part").exists()
+    answers = output.read_bytes().splitlines()
+    cancelled = [at for at, one in enumerate(answers) if b'"code":"cancelled"' in one]
+    others = [at for at in range(200) if at not in cancelled]
+    assert len(answers) == 200 and 50 < cancelled[0] < 100 < len(cancelled)
+    assert [answers[at] for at in others] == [whole[at] for at in others]
+    assert summary["errors"]["cancelled"] == len(cancelled)
+    assert any(b"invalid_json" in answers[at] for at in others if at > cancelled[0])
+
+
+def test_a_deadline_that_passed(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [line("a"), b"{", line("b")])
+    runner = BatchRunner(stub()[0])
+    runner.run(source, tmp_path / "out", deadline=0.0)
+    codes = [one["error"]["code"] for one in read_lines(tmp_path / "out")]
+    assert codes == ["expired", "invalid_json", "expired"]
+    runner.run(source, tmp_path / "again", deadline=1000.0)
+    assert [one["error"] is None for one in read_lines(tmp_path / "again")] == [True, False, True]
+
+
+def test_a_closed_engine_is_no_lines_error(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [line("a")])
+    engine = open_engine(SPEC)
+    engine.close()
+    with pytest.raises(FailedError, match="an open engine"):
+        BatchRunner(engine).run(source, tmp_path / "out")
+    assert (tmp_path / "out.part").read_bytes() == b""
+
+
+def test_an_input_that_changes_on_the_way_is_noticed(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", mixed(50))
+
+    def watch(meter: Meter) -> None:
+        with source.open("ab") as stream:
+            stream.write(b"more")
+
+    with pytest.raises(UsageError, match="changed"):
+        BatchRunner(stub()[0]).run(source, tmp_path / "out", watch=watch)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_signal_does_what_it_did_before() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stopped_by_signals(BatchRunner(stub()[0])):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    user, held = "x" * 1000, dict[int, int]()
+    source = write_lines(
+        tmp_path / "in", (line(f"{user[:200]}{i}", user=user) for i in range(9000))
+    )
+
+    def watch(meter: Meter) -> None:
+        if (at := meter.written // 1000) not in held:
+            gc.collect()  # requests and their choices name each other
+            held[at] = tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        BatchRunner(stub()[0]).run(source, tmp_path / "out", watch=watch)
+    finally:
+        tracemalloc.stop()
+    assert source.stat().st_size > 10_000_000
+    assert max(held.values()) - held[2] < 1_000_000, held

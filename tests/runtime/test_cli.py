@@ -40,8 +40,9 @@ OPTIONS = {
     ],
     "report": ["out", "trace"],
     "batch": [
-        *["as_json", "device_index", "folder", "log_level", "max_in_flight", "memory", "output"],
-        *["random_weights", "shard", "source", "steps_per_replay", "summary", "trace"],
+        *["as_json", "deadline", "device_index", "folder", "log_level", "max_in_flight"],
+        *["memory", "output", "random_weights", "shard", "source", "steps_per_replay", "summary"],
+        "trace",
     ],
     "attach-weights": ["checkpoint", "folder"],
 }

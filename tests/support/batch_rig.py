@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +43,7 @@ class StubEngine:
         self.spec, self.manifest, self.tokenizer = SPEC, build_manifest(SPEC), tokenizer
         self._seconds = seconds
         self.live: list[tuple[Request, int]] = []
-        self.submitted: list[Request] = []
+        self.submitted: deque[Request] = deque(maxlen=1000)  # the last ones
         self.most = self.steps = 0
         self.fails_at: int | None = None
 
