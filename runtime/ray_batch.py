@@ -32,11 +32,8 @@ def open_runner(folder: Path, load: Mapping[str, Any]) -> ShardRunner:
     """Load the engine in `folder` with the keywords `load`, and run batches on it."""
     from importlib import import_module
 
-    from inkling_engine.runtime.engine import Engine
-
-    runner: ShardRunner = import_module("inkling_engine.runtime.batch").BatchRunner(
-        Engine.load(folder, **load)
-    )
+    module = import_module("inkling_engine.runtime.batch")
+    runner: ShardRunner = module.BatchRunner.load(folder, **load)
     return runner
 
 
