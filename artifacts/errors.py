@@ -47,3 +47,9 @@ class DoesNotFitError(UserError):
     """More memory is needed than there is."""
 
     exit_code = 5
+
+
+class LinesFailedError(UserError):
+    """A batch job is done, and some of its lines were answered with an error."""
+
+    exit_code = 6

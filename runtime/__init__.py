@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inkling_engine.runtime.batch import BatchRunner
     from inkling_engine.runtime.engine import Engine
     from inkling_engine.runtime.requests import (
         Choice,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from inkling_engine.runtime.sampling import SamplingParams
 
 __all__ = [
+    "BatchRunner",
     "Choice",
     "Completion",
     "Delta",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "batch": ("BatchRunner",),
     "engine": ("Engine",),
     "requests": ("Choice", "Completion", "Delta", "Request", "TokenLogprob", "Usage"),
     "sampling": ("SamplingParams",),

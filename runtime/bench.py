@@ -25,6 +25,7 @@ from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.requests import Sequence as Row
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.trace import tracing
 
 if TYPE_CHECKING:
     import torch
@@ -57,13 +58,16 @@ class Way:
     prefill: list[float] = field(default_factory=list)
 
 
-def measure(folder: Path, work: Work, **load: Any) -> dict[str, Any]:
-    """Load the engine with `load`, run `work`, and tell what it took as plain JSON values."""
+def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) -> dict[str, Any]:
+    """Load the engine with `load`, run `work`, and tell what it took as plain JSON values.
+
+    A `trace` of all runs costs some of the speed that is measured.
+    """
     if "steps_per_replay" not in load:
         spec = open_manifest(folder).spec
         load["steps_per_replay"] = min(_STEPS, spec.pools.results, 2 * spec.page_size)
     started = _process_age()
-    with Engine.load(folder, **load) as engine:
+    with Engine.load(folder, **load) as engine, tracing(engine, trace):
         _require_fit(work, engine)
         ways = _ways(engine)
         for way in ways:

@@ -1,7 +1,8 @@
-"""Slots and pages as numbers: free, promised, handed out.
+"""Slots and pages as numbers: free, live, or pinned by the prefix cache.
 
-A running sequence is promised all that it can ever need, and takes it piece by piece; so `take`
-never fails, and whoever runs never waits for memory.
+A page may have several holders: running sequences that share a prefix, and the cache. It is free
+when the last of them lets go, live while a sequence holds it, and pinned while the cache alone
+does; pinned pages can be had by eviction. All counts are kept as things change.
 """
 
 from __future__ import annotations
@@ -11,45 +12,70 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of one kind of resource: `free` + `live` must be `total`; `reserved` are free but promised."""
+    """Of one kind of resource: `free` + `live` + `pinned` must be `total`."""
 
     free: int
     live: int
-    reserved: int
+    pinned: int
     total: int
 
 
 class Stock:
-    """Free numbers 1..size-1 of slots or pages, some of them promised to running sequences."""
+    """Numbers of slots or pages and who holds them."""
 
-    __slots__ = ("free", "reserved", "total")
+    __slots__ = ("_kept", "_live", "free", "pinned", "total")
 
-    def __init__(self, size: int) -> None:
-        """Numbers below `size`, of which 0 is the inert one."""
-        self.total = max(size - 1, 0)
-        self.free = list(range(self.total, 0, -1))
-        self.reserved = 0
+    def __init__(self, size: int, first: int = 1) -> None:
+        """Numbers `first` to `size` - 1, all free; 0 is the inert one."""
+        self.total = max(size - first, 0)
+        self.free = list(range(size - 1, first - 1, -1))
+        self.pinned = 0
+        self._live, self._kept = [0] * size, [0] * size
 
     @property
     def available(self) -> int:
-        """How many are free and not promised."""
-        return len(self.free) - self.reserved
-
-    def reserve(self, count: int) -> None:
-        """Promise `count`; negative takes a promise back."""
-        self.reserved += count
-        assert 0 <= self.reserved <= len(self.free), "more is promised than there is"
+        """How many can be had, the cache's by eviction."""
+        return len(self.free) + self.pinned
 
     def take(self) -> int:
-        """Hand out a promised one."""
-        self.reserve(-1)
-        return self.free.pop()
+        """Hand out a free one to a sequence."""
+        number = self.free.pop()
+        self._live[number] = 1
+        return number
+
+    def share(self, number: int) -> None:
+        """One more sequence holds what is held already."""
+        assert self._live[number] or self._kept[number], "a free one cannot be shared"
+        self.pinned -= not self._live[number]
+        self._live[number] += 1
 
     def give(self, number: int) -> None:
-        """Take one back."""
-        assert 0 < number <= self.total, "the inert number is never handed out"
-        self.free.append(number)
+        """A sequence lets go."""
+        assert number > 0 and self._live[number] > 0, "it was not held"
+        self._live[number] -= 1
+        if not self._live[number]:
+            if self._kept[number]:
+                self.pinned += 1
+            else:
+                self.free.append(number)
+
+    def keep(self, number: int) -> None:
+        """The cache holds what a sequence holds."""
+        assert number > 0 and self._live[number] > 0, "only what is live can be kept"
+        self._kept[number] += 1
+
+    def drop(self, number: int) -> None:
+        """The cache lets go."""
+        assert self._kept[number] > 0, "it was not kept"
+        self._kept[number] -= 1
+        if not (self._kept[number] or self._live[number]):
+            self.pinned -= 1
+            self.free.append(number)
+
+    def is_pinned(self, number: int) -> bool:
+        """Whether the cache alone holds it."""
+        return not self._live[number]
 
     def account(self, live: int) -> Account:
         """The balance, `live` counted by whoever holds them."""
-        return Account(len(self.free), live, self.reserved, self.total)
+        return Account(len(self.free), live, self.pinned, self.total)

@@ -11,13 +11,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from inkling_engine.runtime.errors import FailedError, UsageError, UserError
+from inkling_engine.runtime.errors import FailedError, LinesFailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
     LOAD_NAMES,
+    TRACE,
     load_options,
     parse_ids,
     sampling_options,
@@ -27,7 +28,8 @@ from inkling_engine.runtime.options import (
 if TYPE_CHECKING:
     from inkling_engine.runtime.requests import Prompt
 
-Folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+_PATH = click.Path(path_type=Path)
+Folder = click.argument("folder", metavar="DIR", type=_PATH)
 _COUNT, _MANY = click.IntRange(1), click.IntRange(2)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -67,6 +69,7 @@ def verify(folder: Path, as_json: bool, **load: Any) -> None:
 @click.option("--prompt-ids", metavar="IDS", help="Prompt as token ids, such as 1,5,7.")
 @sampling_options
 @load_options
+@TRACE
 @click.option("--stream", is_flag=True, help="Print text as it comes.")
 @click.option("--timings", is_flag=True, help="Tell where the time went.")
 @JSON
@@ -76,6 +79,7 @@ def generate(
     prompt_ids: str | None,
     stream: bool,
     timings: bool,
+    trace: Path | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -88,9 +92,9 @@ def generate(
         if as_json or request[1].n > 1:
             found = "--json" if as_json else f"--n {request[1].n}"
             raise UsageError("--stream", f"{found} beside it", "text of one choice", "drop one")
-        result = stream_prompt(folder, *request, _write, **_loading(load))
+        result = stream_prompt(folder, *request, _write, trace=trace, **_loading(load))
     else:
-        result = run_prompt(folder, *request, **_loading(load))
+        result = run_prompt(folder, *request, trace=trace, **_loading(load))
     seconds = result.pop("timings")
     if timings:
         result["timings"] = seconds
@@ -104,16 +108,80 @@ def generate(
 @click.option("--tokens", type=_MANY, default=128, show_default=True, help="Tokens to generate.")
 @click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Runs of each loop.")
 @load_options
+@TRACE
 @JSON
 def bench(
-    folder: Path, batch: int, context: int, tokens: int, repeat: int, as_json: bool, **load: Any
+    folder: Path,
+    batch: int,
+    context: int,
+    tokens: int,
+    repeat: int,
+    trace: Path | None,
+    as_json: bool,
+    **load: Any,
 ) -> None:
     """Measure load, prefill and decode."""
     from inkling_engine.runtime.bench import Work, measure, render
 
     work = Work(batch=batch, context=context, tokens=tokens, repeat=repeat)
-    report = measure(folder, work, **_loading(load))
+    report = measure(folder, work, trace, **_loading(load))
     click.echo(_encode(report) if as_json else render(report))
+
+
+@command.command()
+@click.argument("trace", metavar="TRACE", type=click.Path(path_type=Path))
+@click.option("--out", metavar="FILE", required=True, type=click.Path(path_type=Path), help="SVG.")
+def report(trace: Path, out: Path) -> None:
+    """Draw a trace: padding by bucket, and pool occupancy over the run."""
+    from inkling_engine.runtime.report import chart
+
+    chart(trace, out)
+    click.echo(out)
+
+
+@command.command()
+@Folder
+@click.option("--input", "source", required=True, type=_PATH, help="Requests, one JSON line each.")
+@click.option("--output", required=True, type=_PATH, help="Answers, line for line; must be new.")
+@click.option("--shard", default="0/1", show_default=True, help="Part i of n, i from 0.")
+@click.option("--max-in-flight", type=_COUNT, help="Choices under way. Default 4 x max_running.")
+@click.option("--deadline", metavar="SECONDS", type=float, help="Give up what is not done then.")
+@click.option("--summary", type=_PATH, help="Write the summary there, as JSON.")
+@load_options
+@TRACE
+@JSON
+def batch(
+    folder: Path,
+    source: Path,
+    output: Path,
+    shard: str,
+    max_in_flight: int | None,
+    deadline: float | None,
+    summary: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    **load: Any,
+) -> None:
+    """Answer a file of requests; run again to go on after an end on the way."""
+    from inkling_engine.runtime.batch import StoppedError, run_batch
+    from inkling_engine.runtime.batch_input import parse_shard
+    from inkling_engine.runtime.batch_progress import render
+
+    part, load = parse_shard(shard), _loading({"max_in_flight": max_in_flight, **load})
+    try:
+        report = run_batch(
+            folder, source, output, shard=part, deadline=deadline, trace=trace, **load
+        )
+    except StoppedError as error:
+        _fail(str(error), 128 + error.signum)
+    if summary:
+        summary.write_text(_encode(report) + "\n")
+    else:
+        click.echo(_encode(report) if as_json else render(report))
+    if failed := report["requests"]["failed"]:
+        found = f"{failed} of {report['requests']['total']} failed"
+        remedy = f"see the `error` of those lines in {output}"
+        raise LinesFailedError("batch lines", found, "an answer to each", remedy)
 
 
 @command.command("attach-weights")
@@ -128,7 +196,7 @@ def attach_weights(folder: Path, checkpoint: Path) -> None:
 
 
 def main() -> None:
-    """Entry point: exit codes 0 ok, 1 failure, 2 usage, 3 to 5 as `artifacts.errors`, 130."""
+    """Entry point: exit codes 0 ok, 1 failure, 2 usage, 3 to 6 as `artifacts.errors`, 130."""
     try:
         command.main(prog_name="inkling-engine", standalone_mode=False)
         sys.stdout.flush()
@@ -143,7 +211,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 

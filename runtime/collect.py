@@ -2,15 +2,20 @@
 
 Result lines are read step by step. A sequence that has ended, on the device or by its text, takes
 nothing more from later lines: they are zeros, or tokens that the one-step loop would not have
-drawn.
+drawn. One that was preempted after a replay had begun takes that replay's tokens while it waits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from time import perf_counter
+from typing import Protocol
+
 from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import FinishReason, Request, Sequence, Status
 from inkling_engine.runtime.results import ResultRing
-from inkling_engine.runtime.scheduler import Plan, Scheduler
+from inkling_engine.runtime.scheduler import Scheduler
 from inkling_engine.runtime.tokens import Tokenizer
 
 _REASONS: dict[int, FinishReason] = {
@@ -20,8 +25,17 @@ _REASONS: dict[int, FinishReason] = {
 }
 
 
+class StepObserver(Protocol):
+    """What wants to know of each replay; see `Engine.observers`."""
+
+    def __call__(self, plan: Plan, began: float, ended: float, tokens: int) -> None:
+        """A replay of `plan` was launched at `began`, its results were there at `ended`
+        (`time.perf_counter`), and they were handed out: `tokens` of them were sampled ones."""
+
+
 class Collector:
-    """Hands results to sequences, and ends them; `tokens` counts what was sampled so far."""
+    """Hands results to sequences, and ends them; `tokens` counts what was sampled so far,
+    `finished` sequences by reason."""
 
     def __init__(
         self, results: ResultRing, scheduler: Scheduler, tokenizer: Tokenizer | None
@@ -29,9 +43,20 @@ class Collector:
         """Read from `results`, give back to `scheduler`, decode with `tokenizer`."""
         self._results, self._scheduler, self._tokenizer = results, scheduler, tokenizer
         self.tokens = 0
+        self.finished: Counter[FinishReason] = Counter()
+        self.observers: list[StepObserver] = []
 
-    def collect(self, plan: Plan, first: int) -> list[Request]:
-        """Read a completed replay whose first step has number `first`; the requests it ended."""
+    def collect(self, plan: Plan, first: int, began: float) -> list[Request]:
+        """Read a completed replay, launched at `began`, whose first step has number `first`; the
+        requests it ended."""
+        ended, before = perf_counter(), self.tokens
+        finished = self._read(plan, first)
+        for observer in self.observers:
+            observer(plan, began, ended, self.tokens - before)
+        return finished
+
+    def _read(self, plan: Plan, first: int) -> list[Request]:
+        """Hand a replay's result lines to its sequences; the requests that ended."""
         finished: list[Request] = []
         for step in range(first, first + plan.steps):
             places = self._results.rows(step, len(plan.sequences))
@@ -42,11 +67,19 @@ class Collector:
                         finished.append(sequence.request)
         return finished
 
+    def end(self, request: Request, reason: FinishReason) -> bool:
+        """End the unfinished choices of a request; whether there were any."""
+        left = [s for s in request.sequences if s.status is not Status.FINISHED]
+        for sequence in left:
+            self.finish(sequence, reason)
+        return bool(left)
+
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End a sequence: its text becomes final, its slot and pages are free."""
         self._scheduler.release(sequence)
+        self.finished[reason] += 1
         if sequence.stream:
             cut = isinstance(stop_reason, str)
             sequence.text = sequence.stream.text if cut else sequence.stream.close()

@@ -1,19 +1,28 @@
-"""`INKLING_ENGINE_DEBUG=1`: what is too slow, or too careful, for every day.
+"""What is too slow, or too careful, for every day; for tests and the curious.
 
-Every replay first checks that no input has moved, and a load probes the folder again even if it
-remembers that it did.
+`INKLING_ENGINE_DEBUG=1`: every replay first checks that no input has moved, and a load probes the
+folder again even if it remembers that it did. The functions look into an engine between its steps:
+they wait for a replay that was begun ahead, so what they see and write is settled, on any device.
+`script.Script` is the part that decides what runs.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
+
+from inkling_engine.runtime.stats import by_state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from inkling_engine.runtime.engine import Engine
+    from inkling_engine.runtime.plan import Plan
     from inkling_engine.runtime.replay import Replayer
+    from inkling_engine.runtime.requests import Sequence
 
 
 def active() -> bool:
@@ -44,3 +53,91 @@ class Checked:
         """Check, then replay."""
         self._check()
         return self._replayer.replay(name, steps)
+
+
+def accounting(engine: Engine) -> dict[str, dict[str, int]]:
+    """Slots and pages by pool and state (free, live, pinned); the states add up."""
+    return {name: by_state(account) for name, account in engine.scheduler.accounting().items()}
+
+
+def check(engine: Engine) -> None:
+    """Assert that nothing is lost, and nothing both free and held. Meant for the end of every job:
+    of an engine without work, what is not free must be the prefix cache's."""
+    scheduler = engine.scheduler
+    if not scheduler.unfinished():
+        engine.step()  # reads what was begun ahead
+    with engine._lock:
+        scheduler.check()
+        running = scheduler.prefilling + scheduler.decoding
+        for name, held in (
+            ("slots", {sequence.slot for sequence in running}),
+            ("full_pages", set(chain(*(sequence.full_pages for sequence in running)))),
+            ("window_pages", set(chain(*(sequence.window_pages for sequence in running)))),
+        ):
+            free = getattr(scheduler.holdings, name).free
+            assert len(set(free)) == len(free), f"{name}: one is free twice"
+            assert not held & set(free), f"{name}: one is free and held"
+            assert 0 not in held, f"{name}: the inert one is held"
+
+
+def poison_free(engine: Engine, value: float = math.nan) -> None:
+    """Fill with `value` all that nobody may read: free slots and pages, and the inert slot 0 and
+    page 0. Tokens must not change."""
+    holdings, pool = engine.scheduler.holdings, engine.pool
+    settle(engine)
+    for slot in (0, *holdings.slots.free, *holdings.prefix.slots.free):
+        pool.poison_slot(slot, value)
+    for page in (0, *holdings.full_pages.free):
+        pool.poison_page("full", page, value)
+    for page in (0, *holdings.window_pages.free):
+        pool.poison_page("window", page, value)
+    settle(engine)
+
+
+def poison_releases(engine: Engine, value: float = math.nan) -> None:
+    """From now on `poison_free` after every replay, so that all that was released is poisoned."""
+
+    def observe(plan: Plan, began: float, ended: float, tokens: int) -> None:
+        poison_free(engine, value)
+
+    poison_free(engine, value)
+    engine.observers.append(observe)
+
+
+def digest(engine: Engine, sequence: Sequence) -> str:
+    """SHA-256 of what a running sequence's next token can read: its conv windows, then keys and
+    values of all positions in full layers and of the window's in window layers, wherever they lie.
+    Equal states of two sequences have equal digests."""
+    from inkling_engine.runtime.pool import digest as digest_tensors
+
+    assert sequence.slot, "a sequence that has not run has no state"
+    settle(engine)
+    return digest_tensors(_state(engine, sequence))
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the device has ended all that was begun."""
+    if engine._ahead:
+        engine._ahead.wait()
+    device = engine.pool.tensors["results_int"].device
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def _state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:
+    """The tensors of `digest`; pages are [layers, 2, kv heads, page, head dim]."""
+    tensors, page, length = engine.pool.tensors, engine.spec.page_size, sequence.length
+    for name in sorted(tensors):
+        if name.startswith("conv_"):
+            yield tensors[name][:, sequence.slot]
+    seen = max(0, length - engine.spec.shape.local.window + 1)
+    for name, pages, first, begin in (
+        ("kv_full", sequence.full_pages, 0, 0),
+        ("kv_window", sequence.window_pages, sequence.window_first, seen),
+    ):
+        for index, physical in enumerate(pages, first):
+            low, high = max(begin - index * page, 0), min(length - index * page, page)
+            if low < high:
+                yield tensors[name][:, physical, :, :, low:high]

@@ -17,25 +17,27 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from inkling_engine.runtime.collect import Collector
+from inkling_engine.runtime.deadlines import Deadlines
 from inkling_engine.runtime.encode import encode_params
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.loader import LoadOptions, load
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import (
     Completion,
     Delta,
     Feed,
     Prompt,
     Request,
-    Status,
     open_request,
     pair_prompts,
     read_prompt,
 )
 from inkling_engine.runtime.sampling import SamplingParams
-from inkling_engine.runtime.scheduler import Plan, Scheduler
+from inkling_engine.runtime.scheduler import Scheduler
 from inkling_engine.runtime.tokens import TextStream
 
 if TYPE_CHECKING:
@@ -44,28 +46,30 @@ if TYPE_CHECKING:
 
 
 class Flight(NamedTuple):
-    """A replay that has begun: its plan, its first step's number, and what waits for its end."""
+    """A replay that has begun: its plan, first step's number, when, and what waits for its end."""
 
     plan: Plan
     step: int
+    began: float
     wait: Callable[[], None]
 
 
 class Engine:
     """An open engine. Close it, or use it as a context manager."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, *, prefix_cache: bool = True) -> None:
         """Run on what `loader.load` or `binding.assemble` made."""
         self.manifest, self.spec = loaded.manifest, loaded.manifest.spec
         self.pool, self.tokenizer, self.timings = loaded.pool, loaded.tokenizer, loaded.timings
         self._rows, self._names = loaded.rows, {p.bucket: p.name for p in loaded.manifest.programs}
         self._replayer: Replayer | None = loaded.replayer
-        self.scheduler = Scheduler(self.spec, loaded.steps)
+        self.scheduler = Scheduler(self.spec, loaded.steps, prefix_cache=prefix_cache)
         self._collector = Collector(loaded.results, self.scheduler, self.tokenizer)
+        self.observers, self.finished = self._collector.observers, self._collector.finished
         self.overlap = loaded.replayer.overlaps and 2 * loaded.steps <= self.spec.pools.results
         self._ahead: Flight | None = None
         self.steps = 0
-        self._ids = itertools.count()
+        self._ids, self._deadlines = itertools.count(), Deadlines()
         self._lock = threading.Lock()
         self._shared_step: asyncio.Future[Any] | None = None
         self._closed: FailedError | None = None
@@ -80,8 +84,10 @@ class Engine:
         programs: RunnerFactory | None = None,
         steps_per_replay: int = 1,
         device_index: int = 0,
+        prefix_cache: bool = True,
     ) -> Self:
-        """Open the engine in `folder`; see `loader.LoadOptions` for the keywords.
+        """Open the engine in `folder`; see `loader.LoadOptions` for the keywords. With
+        `prefix_cache`, what requests have in common at their beginnings is computed once.
 
         Seconds by phase are in `timings`. Raises a UserError that says what to do next:
         IncompatibleError, CorruptError, DoesNotFitError or UsageError.
@@ -93,11 +99,24 @@ class Engine:
             steps_per_replay=steps_per_replay,
             device_index=device_index,
         )
-        return cls(load(Path(folder), options))
+        return cls(load(Path(folder), options), prefix_cache=prefix_cache)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...})."""
-        return self._submit([prompt], [params])[0]
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Request:
+        """Queue a prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
+
+        Lower `priority` numbers go first. What is unfinished `deadline` seconds from now ends with
+        reason `deadline`.
+        """
+        (request,) = self._submit([prompt], [params], priority=priority)
+        self._deadlines.add(request, deadline)
+        return request
 
     def step(self) -> list[Request]:
         """Run one replay; return the requests that it finished. Without work nothing happens."""
@@ -115,9 +134,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request's unfinished choices with reason `abort` and free what they hold."""
         with self._lock:
-            for sequence in request.sequences:
-                if sequence.status is not Status.FINISHED and not self._closed:
-                    self._collector.finish(sequence, "abort")
+            if not self._closed:
+                self._collector.end(request, "abort")
 
     def generate(
         self,
@@ -197,22 +215,27 @@ class Engine:
         params: ListLike[SamplingParams | None],
         *,
         streaming: bool = False,
+        priority: int = 0,
     ) -> list[Request]:
         """Check all prompts, then queue them all."""
-        pairs = zip(prompts, params, strict=True)
-        requests = [self._open(prompt, one or SamplingParams(), streaming) for prompt, one in pairs]
+        requests = [
+            self._open(prompt, one or SamplingParams(), streaming, priority)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
         with self._lock:
             if self._closed:
                 raise self._closed
-            for request in requests:
-                self.scheduler.waiting.extend(request.sequences)
+            for sequence in (s for request in requests for s in request.sequences):
+                self.scheduler.add(sequence)
         return requests
 
-    def _open(self, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request:
-        ids = read_prompt(prompt, self.tokenizer)
-        request = open_request(next(self._ids), ids, params, self.spec, secrets.randbits(64))
+    def _open(
+        self, prompt: Prompt, params: SamplingParams, streaming: bool, priority: int
+    ) -> Request:
+        ids, seed = read_prompt(prompt, self.tokenizer), secrets.randbits(64)
+        request = open_request(next(self._ids), ids, params, self.spec, seed, priority)
         for sequence in request.sequences:
-            self.scheduler.require_fit(sequence)
+            self.scheduler.holdings.require_fit(sequence)
             encode_params(sequence, self.spec)
             if self.tokenizer and params.detokenize and (streaming or params.stop):
                 sequence.stream = TextStream(self.tokenizer, params)
@@ -223,23 +246,24 @@ class Engine:
 
     def _step(self) -> list[Request]:
         """Collect a replay. In `overlap`, the one after it is begun before."""
+        late = [r for r in self._deadlines.passed() if self._collector.end(r, "deadline")]
         flight, self._ahead = self._ahead or self._begin(), None
         if flight is None:
             self.scheduler.check()
-            return []
+            return late
         if self.overlap:
             self._ahead = self._begin()
         flight.wait()
-        return self._collector.collect(flight.plan, flight.step)
+        return late + self._collector.collect(flight.plan, flight.step, flight.began)
 
     def _begin(self) -> Flight | None:
         """Plan and start the next replay, if there is one."""
         if (plan := self.scheduler.next()) is None:
             return None
         assert self._replayer is not None
-        name = self._names[plan.bucket]
+        name, began = self._names[plan.bucket], perf_counter()
         self._rows[name].fill(plan)
-        flight = Flight(plan, self.steps, self._replayer.replay(name, plan.steps))
+        flight = Flight(plan, self.steps, began, self._replayer.replay(name, plan.steps))
         self.scheduler.complete()
         self.steps += plan.steps
         return flight

@@ -5,6 +5,7 @@ from inkling_engine.artifacts.errors import (
     DoesNotFitError,
     FailedError,
     IncompatibleError,
+    LinesFailedError,
     UsageError,
     UserError,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "DoesNotFitError",
     "FailedError",
     "IncompatibleError",
+    "LinesFailedError",
     "UsageError",
     "UserError",
 ]

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from inkling_engine.artifacts.manifest import ProgramEntry
 from inkling_engine.kernels import table
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Sequence
-from inkling_engine.runtime.scheduler import Plan
 
 
 class Upload(Protocol):
@@ -48,9 +48,13 @@ class RowInputs:
         self._slots, self._counts = views["row_slots"], views["row_counts"]
         self._flags, self._tokens = views["row_flags"], views["token_ids"]
         self._admit_ints, self._admit_floats = views["admit_ints"], views["admit_floats"]
-        self._pages = views["page_updates"]
+        self._sources, self._pages = views["row_sources"], views["page_updates"]
+        self._snapshots, self._snapshots_width = (
+            views["snapshot_updates"],
+            widths["snapshot_updates"],
+        )
         self._ints_width, self._floats_width = widths["admit_ints"], widths["admit_floats"]
-        self._last: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._last: tuple[Any, ...] = ()
         self._upload, self._one_shot = upload, buffer[entry.row_bytes : entry.row_bytes]
         if upload:  # the device clears its own copy only
             first = next(row.offset for row in entry.rows if row.name == "admit_ints")
@@ -59,9 +63,9 @@ class RowInputs:
 
     def fill(self, plan: Plan) -> bool:
         """Write what `plan` changes; return whether anything was written."""
-        rows = (plan.slots, plan.counts, plan.flags)
+        rows = (plan.slots, plan.counts, plan.flags, plan.sources)
         changed = rows != self._last
-        if not (changed or plan.tokens or plan.pages):
+        if not (changed or plan.tokens or plan.pages or plan.snapshots):
             return False
         if self._upload:
             self._upload.wait()
@@ -72,6 +76,9 @@ class RowInputs:
             self._slots[:] = array("i", plan.slots + padding)
             self._counts[:] = array("i", plan.counts + padding)
             self._flags[:] = array("i", plan.flags + padding)
+            self._sources[:] = array("i", [0] * self._rows)
+            for row, slot in plan.sources.items():
+                self._sources[row] = slot
         if plan.tokens:
             self._tokens[: len(plan.tokens)] = array("i", plan.tokens)
         for line, sequence in enumerate(plan.admissions):
@@ -79,13 +86,18 @@ class RowInputs:
         if plan.pages:
             flat = [number for update in plan.pages for number in update]
             self._pages[: len(flat)] = array("i", flat)
+        for line, (sequence, slots) in enumerate(plan.snapshots):
+            start, width = line * self._snapshots_width, self._snapshots_width
+            numbers = [sequence.slot, *slots, *[0] * (width - 1 - len(slots))]
+            self._snapshots[start : start + width] = array("i", numbers)
         if self._upload:
             self._upload.send()
         return True
 
     def _admit(self, line: int, sequence: Sequence) -> None:
         start = line * self._ints_width
-        header = (sequence.slot, 0, 0, 0)  # length 0, nothing generated
+        generated = len(sequence.feed) - len(sequence.prompt)  # before a preemption
+        header = (sequence.slot, sequence.length, generated, 0)
         self._admit_ints[start : start + table.ADMIT_HEADER] = array("i", header)
         ints = self._admit_ints[start + table.ADMIT_HEADER : start + self._ints_width]
         ints[:] = sequence.admit_ints

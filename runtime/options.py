@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -45,6 +46,12 @@ _LOAD = (
         show_default=True,
         help="What to log on stderr.",
     ),
+)
+TRACE = click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write the steps down, for Perfetto and `report`.",
 )
 LOAD_NAMES = ("random_weights", "memory", "steps_per_replay", "device_index", "log_level")
 _SAMPLING = (

@@ -4,8 +4,8 @@ Each pool is its own contiguous, 256-byte aligned tensor whose address never cha
 write into it in place, and a misaligned input would be copied and its mutation lost.
 
 Debug interface, for tests and the curious: `digest_slot` and `digest_page` name content by
-SHA-256, `poison_slot` and `poison_page` overwrite what nobody may read; with the scheduler's
-`accounting` they show that state neither leaks nor crosses between requests.
+SHA-256, `poison_slot` and `poison_page` overwrite what nobody may read. `debug` has the same for
+whole engines.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class StatePool:
 
     def digest_slot(self, slot: int) -> str:
         """SHA-256 of all conv windows in a live or snapshot slot, in the pools' order."""
-        return _digest(self.tensors[name][:, slot] for name in self._convs())
+        return digest(self.tensors[name][:, slot] for name in self._convs())
 
     def digest_page(self, table: Table, page: int) -> str:
         """SHA-256 of a physical page's keys and values in all layers of its kind."""
-        return _digest([self.tensors[f"kv_{table}"][:, page]])
+        return digest([self.tensors[f"kv_{table}"][:, page]])
 
     def poison_slot(self, slot: int, value: float = math.nan) -> None:
         """Fill a slot nobody may read: conv windows and floats with `value`, the rest of its
@@ -90,8 +90,9 @@ class StatePool:
         self.tensors[f"kv_{table}"][:, page] = value
 
 
-def _digest(parts: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
+def digest(parts: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of tensors on any device, one after another."""
+    found = hashlib.sha256()
     for part in parts:
-        digest.update(host_view(part.cpu().contiguous()))
-    return digest.hexdigest()
+        found.update(host_view(part.cpu().contiguous()))
+    return found.hexdigest()

@@ -1,7 +1,7 @@
 """Requests and what becomes of them: `Request` -> `Sequence` (one a choice) -> `Completion`.
 
 A sequence waits, runs (first its prompt, then token by token) and is finished, never anything
-else again. Which slot and pages it holds is written by the scheduler, its tokens and text by the
+else again; only preemption sends it back to wait. Which slot and pages it holds is written by the scheduler, its tokens and text by the
 engine loop; results belong to the object, never to a name, so a late one cannot reach another.
 No torch here.
 """
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from inkling_engine.artifacts.errors import UsageError
@@ -21,9 +22,11 @@ from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.runtime.sampling import SamplingParams, check_params, choice_seed
 
 if TYPE_CHECKING:
+    from inkling_engine.runtime.prefix import Snapshot
     from inkling_engine.runtime.tokens import TextStream
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+PageLine = tuple[int, int, int, int]  # table, slot, index, page
 Prompt = str | ListLike[int] | Mapping[str, Any]
 
 
@@ -35,7 +38,7 @@ class Encoder(Protocol):
 
 
 class Status(enum.Enum):
-    """Where a sequence is in its life; it only moves down this list."""
+    """Where a sequence is in its life; it moves down this list, or by preemption back to waiting."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -101,47 +104,63 @@ class Delta:
 
 
 class Sequence:
-    """One choice of a request. Compared by identity.
+    """One choice of a request. Compared by identity; `rank` orders those that compete.
 
-    `length` counts tokens whose state is in the pools; `full_pages[i]` is the physical page of
-    logical page i; `window_pages` are those of logical pages `window_first` and up; `capacity` is
-    how many tokens the pages taken so far hold.
+    `feed` are the tokens to compute before the next one is sampled: the prompt and, after a
+    preemption, what was sampled before. `length` counts tokens whose state is in the pools, of
+    which `cached` came from the prefix cache; `full_pages[i]` is the physical page of logical page
+    i; `window_pages` are those of logical pages `window_first` and up; `capacity` is how many
+    tokens the pages taken so far hold, and up to length `quiet` nothing is to be done for growth.
+    Of a hit, `source` is the snapshot to start from and `backlog` has page lines still to be sent;
+    `pending` is a snapshot whose tokens are not known yet.
     """
 
     __slots__ = (
         "admit_floats",
         "admit_ints",
+        "backlog",
+        "cached",
         "capacity",
+        "feed",
         "finish_reason",
         "full_pages",
         "index",
         "length",
         "logprobs",
         "params",
+        "pending",
         "prompt",
+        "quiet",
+        "rank",
         "request",
         "seed",
         "slot",
+        "source",
         "status",
         "stop_reason",
         "stream",
         "text",
         "tokens",
         "total",
+        "window_end",
         "window_first",
         "window_pages",
-        "window_reserved",
     )
 
     def __init__(self, request: Request, index: int, total: int, seed: int) -> None:
         """A waiting sequence of at most `total` tokens, prompt included, drawn with `seed`."""
         self.request, self.index, self.total, self.seed = request, index, total, seed
         self.prompt, self.params = request.prompt, request.params
+        self.rank = (request.priority, request.id, index)
         self.status = Status.WAITING
-        self.slot = self.length = self.capacity = 0
+        self.feed = self.prompt
+        self.slot = self.length = self.cached = self.capacity = self.quiet = 0
+        self.window_first = self.window_end = 0
         self.full_pages: list[int] = []
         self.window_pages: deque[int] = deque()
-        self.window_first = self.window_reserved = 0
+        self.backlog: list[PageLine] = []
+        self.source: Snapshot | None = None
+        self.pending: Snapshot | None = None
         self.admit_ints: array[int] = array("i")
         self.admit_floats: array[float] = array("f")
         self.tokens: list[int] = []
@@ -156,10 +175,24 @@ class Sequence:
         """How many tokens may be generated."""
         return self.total - len(self.prompt)
 
+    @property
+    def most_cached(self) -> int:
+        """How many tokens may come from the prefix cache: the last one is always computed, and
+        penalties need the tokens that they count to be fed."""
+        if self.params.repetition_penalty != 1:
+            return 0
+        counted = self.params.presence_penalty or self.params.frequency_penalty
+        return min(len(self.feed) - 1, len(self.prompt if counted else self.feed))
+
     def start(self, slot: int) -> None:
         """Enter the running state in `slot`."""
         assert self.status is Status.WAITING and slot > 0
         self.status, self.slot = Status.RUNNING, slot
+
+    def wait(self) -> None:
+        """Go back to wait; the results of replays that have begun still arrive, for `slot`."""
+        assert self.status is Status.RUNNING
+        self.status = Status.WAITING
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Enter the finished state, once."""
@@ -219,13 +252,18 @@ class Cursor:
 
 
 class Request:
-    """A submitted prompt with its sampling; `sequences` are its choices, in order."""
+    """A submitted prompt with its sampling; `sequences` are its choices, in order, `arrived` is when
+    it was made (`time.perf_counter`). Those of lower `priority` numbers go first, then those of
+    lower `id`."""
 
-    __slots__ = ("id", "params", "prompt", "sequences")
+    __slots__ = ("arrived", "id", "params", "priority", "prompt", "sequences")
 
-    def __init__(self, request_id: int, prompt: ListLike[int], params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: int, prompt: ListLike[int], params: SamplingParams, priority: int = 0
+    ) -> None:
         """A request without sequences yet; `open_request` makes whole ones."""
-        self.id, self.prompt, self.params = request_id, prompt, params
+        self.id, self.prompt, self.params, self.priority = request_id, prompt, params, priority
+        self.arrived = perf_counter()
         self.sequences: list[Sequence] = []
 
     @property
@@ -258,7 +296,12 @@ class Feed:
 
 
 def open_request(
-    request_id: int, prompt: ListLike[int], params: SamplingParams, spec: EngineSpec, seed: int
+    request_id: int,
+    prompt: ListLike[int],
+    params: SamplingParams,
+    spec: EngineSpec,
+    seed: int,
+    priority: int = 0,
 ) -> Request:
     """Check a prompt and its sampling against the engine and make the request.
 
@@ -273,7 +316,7 @@ def open_request(
         asked = f"{len(prompt)} + {max(count, 1)} = {len(prompt) + max(count, 1)}"
         limit = f"at most {spec.max_context} (max_context)"
         raise UsageError("prompt + max_tokens", asked, limit, "shorten one of them")
-    request = Request(request_id, prompt, params)
+    request = Request(request_id, prompt, params, priority)
     base = seed if params.seed is None else params.seed
     for index in range(params.n):
         total = len(prompt) + count

@@ -1,84 +1,52 @@
-"""What runs next: continuous batching, first come, first served. No torch, decisions over ints.
+"""What runs next: continuous batching by rank (priority, then arrival). No torch, decisions over ints.
 
 Each `next()` plans one replay. Prompts are cut into chunks by the extend bucket's token budget and
 decoding rows ride along; decoding rows that find no place follow in decode replays of the same
-round, so every running sequence advances once a round. Admission reserves all pages that a
-sequence can ever need, so nothing running waits for memory; pages are taken as it grows. Pages of
-window layers sit in a ring and return when no later token can see them. Slot 0 and page 0 are
-never handed out. Replays run in the order of their plans, so what one gives back the next may name.
+round, so every running sequence advances once a round. A prompt is admitted when there are pages
+for it; when growth finds none, the cache lets go first, then the running sequence of the worst rank
+is preempted: it waits again, and what it had computed is computed again. The best one always runs.
+Replays run in the order of their plans, so what one gives back the next may name.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from bisect import insort
+from operator import attrgetter
 
-from inkling_engine.artifacts.errors import UsageError
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
-from inkling_engine.kernels.table import FROM_TABLE, FULL_TABLE, SAMPLE, WINDOW_TABLE
-from inkling_engine.runtime.capacity import Account, Stock
+from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
+from inkling_engine.runtime.capacity import Account
+from inkling_engine.runtime.holdings import Holdings
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Sequence, Status
 
-
-@dataclass(slots=True)
-class Plan:
-    """One replay: for each row its sequence, slot, token count and flags.
-
-    `tokens` holds the rows' token ids, packed in row order, or nothing if all rows take theirs
-    from the request table; `admissions` are the sequences that enter their slot with this replay;
-    `pages` are (table, slot, index, page) lines. Rows that go on from their last sampled token do
-    so `steps` times; one that ends on the way is inert for the rest.
-    """
-
-    bucket: Bucket
-    sequences: list[Sequence] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    admissions: list[Sequence] = field(default_factory=list)
-    pages: list[tuple[int, int, int, int]] = field(default_factory=list)
-    steps: int = 1
+_RANK = attrgetter("rank")
 
 
 class Scheduler:
-    """Owner of free slots and pages, and of the order in which sequences run."""
+    """The order in which sequences run, and through `holdings` what they hold meanwhile."""
 
-    def __init__(self, spec: EngineSpec, steps: int = 1) -> None:
+    def __init__(self, spec: EngineSpec, steps: int = 1, *, prefix_cache: bool = True) -> None:
         """Set up from an engine's buckets and pool sizes; `steps` is the most of one replay."""
-        pools, shape, self.steps = spec.pools, spec.shape, steps
+        self.steps, self._page = steps, spec.page_size
         by_size = sorted(spec.buckets, key=lambda bucket: (bucket.tokens, bucket.rows))
         self._extends = [bucket for bucket in by_size if bucket.kind == "extend"]
         self._decodes = [bucket for bucket in by_size if bucket.kind == "decode"]
         assert self._extends and self._decodes, "an engine has extend and decode buckets"
-        self._page = spec.page_size
-        self._past = shape.local.window - 1  # positions before a token that window layers read
-        self._ring = pools.window_ring if shape.count(local=True) else 0
-        self._has_full = shape.count(local=False) > 0
-        whole = self._ring >= pools.table_width  # no two pages share an entry
-        assert not self._ring or whole or (self._ring - 1) * self._page >= self._past, "short ring"
-        self.slots = Stock(1 + spec.max_running)
-        self.full_pages, self.window_pages = Stock(pools.full_pages), Stock(pools.window_pages)
-        self.waiting: deque[Sequence] = deque()
+        longest = self._extends[-1].tokens
+        self._destinations = (longest - 1) // spec.snapshot_grid + 1  # width of a snapshot line
+        self.holdings = Holdings(spec, longest, steps, prefix_cache=prefix_cache)
+        self.waiting: list[Sequence] = []  # this and the next two in order of rank
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
+        self.preemptions = self.fed_tokens = self.cached_tokens = 0
         self._owed: list[Sequence] = []  # decoding rows that this round has not advanced yet
+        self._short = False  # the plan in the making met a lack of pages
         self._in_flight: Plan | None = None
 
-    def require_fit(self, sequence: Sequence) -> None:
-        """Raise UsageError for a sequence that could not run even alone."""
-        full, window = self._needs(sequence)
-        for name, need, pool in (
-            ("full", full, self.full_pages),
-            ("window", window, self.window_pages),
-        ):
-            if need > pool.total:
-                found = f"{sequence.total} tokens, {need} {name} pages of {self._page}"
-                remedy = "shorten them or build with more pages"
-                raise UsageError(
-                    "prompt + max_tokens", found, f"at most {pool.total} pages", remedy
-                )
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        insort(self.waiting, sequence, key=_RANK)
 
     def unfinished(self) -> list[Sequence]:
         """All that waits or runs."""
@@ -90,11 +58,10 @@ class Scheduler:
         The last replay's results need not be known: rows that ended in it are inert in this one.
         """
         assert self._in_flight is None, "the last replay is not completed"
+        self._short = False
         going = [sequence for sequence in self.decoding if _left(sequence)]
-        plan = None if self._owed else self._extend(going)
-        if plan is None:
-            self._owed = self._owed or going
-            plan = self._decode() if self._owed else None
+        turns = (self._decode, self._extend) if self._owed else (self._extend, self._decode)
+        plan = turns[0](going) or turns[1](going)
         self._in_flight = plan
         return plan
 
@@ -102,171 +69,187 @@ class Scheduler:
         """Account for the planned replay, which has begun: lengths advance, dead pages return."""
         plan, self._in_flight = self._in_flight, None
         assert plan is not None, "nothing was planned"
+        for sequence, slots in plan.snapshots:
+            self.holdings.capture(sequence, sequence.length, slots)
+        for sequence in plan.admissions:
+            self.holdings.read(sequence)
         for sequence, count in zip(plan.sequences, plan.counts, strict=True):
             count = min(count * plan.steps, _left(sequence))
             length = sequence.length = sequence.length + count
-            if length == len(sequence.prompt):
+            if length == len(sequence.feed):
                 self.prefilling.remove(sequence)
-                self.decoding.append(sequence)
-            if self._ring and length >= (sequence.window_first + 1) * self._page + self._past:
-                self._free_window(sequence)
+                insort(self.decoding, sequence, key=_RANK)
+            if length >= sequence.window_end:
+                self.holdings.free_window(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds, or its place in the queue. Not before `complete`."""
         assert self._in_flight is None, "a replay that names the sequence is about to begin"
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
-            return
-        held = self.prefilling if sequence in self.prefilling else self.decoding
-        held.remove(sequence)
-        if sequence in self._owed:
-            self._owed.remove(sequence)
-        full, _ = self._needs(sequence)
-        self.full_pages.reserve(len(sequence.full_pages) - full)
-        self.window_pages.reserve(len(sequence.window_pages) - sequence.window_reserved)
-        for page in sequence.full_pages:
-            self.full_pages.give(page)
-        for page in sequence.window_pages:
-            self.window_pages.give(page)
-        self.slots.give(sequence.slot)
-        sequence.full_pages.clear()
-        sequence.window_pages.clear()
+        else:
+            self._leave(sequence)
 
     def accounting(self) -> dict[str, Account]:
-        """Balance of slots and pages, live ones counted from the running sequences."""
-        running = self.prefilling + self.decoding
-        return {
-            "slots": self.slots.account(len(running)),
-            "full_pages": self.full_pages.account(sum(len(s.full_pages) for s in running)),
-            "window_pages": self.window_pages.account(sum(len(s.window_pages) for s in running)),
-        }
+        """Balance of slots, pages and snapshots, live ones counted from the running sequences."""
+        return self.holdings.accounting(self.prefilling + self.decoding)
 
     def check(self) -> None:
         """Assert that nothing is lost or held twice; cheap enough for every idle moment."""
         for name, account in self.accounting().items():
-            assert account.free + account.live == account.total, f"{name}: {account}"
-            assert account.reserved <= account.free, f"{name}: {account}"
+            balance = account.free + account.live + account.pinned
+            assert balance == account.total, f"{name}: {account}"
 
-    def _needs(self, sequence: Sequence) -> tuple[int, int]:
-        """Most pages of full and of window layers that the sequence holds at once."""
-        pages = -(-sequence.total // self._page)
-        chunk = max(min(len(sequence.prompt), self._extends[-1].tokens), self.steps)
-        spanned = -(-(self._past + chunk - 1) // self._page) + 1
-        return pages * self._has_full, min(pages, spanned, self._ring)
+    def _leave(self, sequence: Sequence) -> None:
+        self.holdings.leave(sequence)
+        held = self.prefilling if sequence in self.prefilling else self.decoding
+        held.remove(sequence)
+        if sequence in self._owed:
+            self._owed.remove(sequence)
 
     def _extend(self, going: list[Sequence]) -> Plan | None:
-        """A replay with prompt chunks in order of arrival and rows that are `going` on, or None
-        without any chunk."""
-        if not (prompts := len(self.prefilling) + len(self.waiting)):
+        """A replay with prompt chunks and rows that are `going` on, or None without any chunk."""
+        prompts = len(self.prefilling) + len(self.waiting)
+        if not (self.prefilling or self._admit()):
             return None
         largest = self._extends[-1]
         rows = max(largest.rows - prompts, largest.rows // 2)
-        riders = min(len(going), largest.tokens // 2, rows)
-        plan, budget = Plan(largest), largest.tokens - riders
-        for sequence in self._prompts():
-            if budget == 0 or len(plan.slots) == largest.rows - riders:
+        first = min(len(going), largest.tokens // 2, rows)
+        plan, budget, riders = Plan(largest), largest.tokens - first, first
+        for sequence in sorted([*self.prefilling, *going[:first]], key=_RANK):
+            if sequence.length < len(sequence.feed):
+                budget -= self._add_chunk(plan, sequence, budget, riders)
+            else:
+                riders -= 1
+                self._add_decoding(plan, [sequence])
+        while budget and len(plan.slots) < largest.rows and (admitted := self._admit()):
+            if not (count := self._add_chunk(plan, admitted, budget, 0)):
                 break
-            if sequence.status is Status.WAITING and not self._admit(sequence, plan):
-                break
-            budget -= self._add_chunk(plan, sequence, budget)
-        if not plan.slots:
+            budget -= count
+        if not (plan.slots or plan.pages):
             return None
-        riders = min(len(going), budget + riders, largest.rows - len(plan.slots))
-        self._owed = going[riders:]
-        self._add_decoding(plan, going[:riders])
-        plan.tokens += [0] * riders
-        plan.bucket = _smallest(self._extends, len(plan.tokens), len(plan.slots))
+        spare = (self._lines(largest) - len(plan.pages)) // 2
+        last = first + min(budget, largest.rows - len(plan.slots), max(0, spare))
+        self._add_decoding(plan, going[first:last])
+        self._owed = [sequence for sequence in going[last:] if sequence.status is Status.RUNNING]
+        plan.bucket = self._smallest(self._extends, plan)
         return plan
 
-    def _prompts(self) -> Iterator[Sequence]:
-        """Prompts begun, then the queue's head for as long as each one is admitted."""
-        yield from self.prefilling.copy()
-        while self.waiting:
-            yield self.waiting[0]
-
-    def _decode(self) -> Plan:
+    def _decode(self, going: list[Sequence]) -> Plan | None:
         """A replay of the next owed rows: of many steps, unless a prompt waits or a ring is full."""
-        most = self._decodes[-1].rows
-        rows, self._owed = self._owed[:most], self._owed[most:]
-        plan = Plan(_smallest(self._decodes, len(rows), len(rows)))
-        fits = all(self._room(row) >= min(self.steps, _left(row)) for row in rows)
-        plan.steps = self.steps if fits and not (self.waiting or self.prefilling) else 1
-        self._add_decoding(plan, rows)
-        return plan
+        self._owed = self._owed or going
+        most = self._decodes[-1]
+        while self._owed:
+            rows, self._owed = self._owed[: most.rows], self._owed[most.rows :]
+            plan = Plan(most)
+            if self.steps > 1 and not (self.waiting or self.prefilling):
+                room = self.holdings.room
+                fits = all(room(row) >= min(self.steps, _left(row)) for row in rows)
+                plan.steps = self.steps if fits else 1
+            self._add_decoding(plan, rows)
+            if plan.slots:
+                plan.tokens.clear()
+                plan.bucket = self._smallest(self._decodes, plan)
+                return plan
+        return None
 
-    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
-        """Give the head of the queue its slot and reservations if they are there."""
-        full, window = self._needs(sequence)
+    def _admit(self) -> Sequence | None:
+        """Give the head of the queue a slot, and a hit, if there is all that it needs."""
+        if self._short or not self.waiting or not self.holdings.slots.free:
+            return None
+        sequence, running = self.waiting[0], self.prefilling + self.decoding
+        if sequence.tokens:
+            sequence.feed = [*sequence.prompt, *sequence.tokens]
+        hit = self.holdings.prefix.match(sequence.feed, sequence.most_cached)
+        if not self.holdings.has_room(sequence, hit, running):
+            return None
+        self.holdings.enter(self.waiting.pop(0), hit)
+        self.cached_tokens += sequence.cached
+        insort(self.prefilling, sequence, key=_RANK)
+        return sequence
+
+    def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int, riders: int) -> int:
+        """Add a row with up to `budget` prompt tokens beside `riders` more; return how many.
+
+        The page lines of a long hit may be more than a replay takes: then they go ahead in parts.
+        """
+        largest, feed, start = self._extends[-1], sequence.feed, sequence.length
+        lines = max(0, self._lines(largest) - len(plan.pages) - 2 * riders)
+        if sequence.status is not Status.RUNNING:  # preempted for a row of this plan
+            return 0
+        plan.pages += (sent := sequence.backlog[:lines])
+        lines -= len(sent)
+        del sequence.backlog[: len(sent)]
+        count = min(budget, len(feed) - start, self.holdings.room(sequence))
         if (
-            self.slots.available < 1
-            or self.full_pages.available < full
-            or self.window_pages.available < window
+            sequence.backlog
+            or count <= 0
+            or len(plan.slots) + riders >= largest.rows
+            or self.holdings.lines(sequence, start + count) > lines
+            or not self._prepare(plan, sequence, start + count)
         ):
-            return False
-        assert self.waiting.popleft() is sequence, "the queue is served in order"
-        self.slots.reserve(1)
-        self.full_pages.reserve(full)
-        self.window_pages.reserve(window)
-        sequence.window_reserved = window
-        sequence.start(self.slots.take())
-        self.prefilling.append(sequence)
-        plan.admissions.append(sequence)
-        return True
-
-    def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        """Add a row with up to `budget` prompt tokens; return how many."""
-        start, prompt = sequence.length, sequence.prompt
-        count = min(budget, len(prompt) - start, self._room(sequence))
-        self._grow(plan, sequence, start + count)
+            return 0
+        if start == sequence.cached:
+            plan.admissions.append(sequence)
+        if sequence.source:
+            plan.sources[len(plan.slots)] = sequence.source.slot
         plan.sequences.append(sequence)
         plan.slots.append(sequence.slot)
         plan.counts.append(count)
-        plan.flags.append(SAMPLE if start + count == len(prompt) else 0)
-        plan.tokens += prompt[start : start + count]
+        plan.flags.append(SAMPLE if start + count == len(feed) else 0)
+        plan.tokens += feed[start : start + count]
+        self.fed_tokens += count
         return count
 
     def _add_decoding(self, plan: Plan, rows: list[Sequence]) -> None:
-        """Add one-token rows that go on from their last sampled token."""
+        """Add one-token rows that go on from their last sampled token, if there are pages."""
+        steps, ready = plan.steps, []
         for sequence in rows:
-            length = sequence.length + min(plan.steps, _left(sequence))
-            if length > sequence.capacity:
-                self._grow(plan, sequence, length)
-        plan.sequences += rows
-        plan.slots += [sequence.slot for sequence in rows]
-        plan.counts += [1] * len(rows)
-        plan.flags += [SAMPLE | FROM_TABLE] * len(rows)
+            length = sequence.length + (1 if steps == 1 else min(steps, _left(sequence)))
+            if length <= sequence.quiet or self._prepare(plan, sequence, length):
+                ready.append(sequence)
+        count = len(ready)
+        plan.sequences += ready
+        plan.slots += [sequence.slot for sequence in ready]
+        plan.counts += [1] * count
+        plan.flags += [SAMPLE | FROM_TABLE] * count
+        plan.tokens += [0] * count
 
-    def _room(self, sequence: Sequence) -> int:
-        """Tokens that one replay may add: later pages would overwrite ring entries still read."""
-        end = (sequence.window_first + self._ring) * self._page
-        return end - sequence.length if self._ring else sequence.total
+    def _prepare(self, plan: Plan, sequence: Sequence, length: int) -> bool:
+        """Pages and snapshot destinations to grow to `length`; False if others must end first."""
+        while sequence.status is Status.RUNNING and not self.holdings.can_grow(sequence, length):
+            self._short = True
+            worse = (s for s in self.prefilling + self.decoding if s.rank > sequence.rank)
+            victims = [s for s in worse if s not in plan.sequences]
+            if not victims:
+                return False
+            self._preempt(max(victims, key=_RANK))
+        if sequence.status is not Status.RUNNING:  # preempted for a row of this plan
+            return False
+        plan.pages += self.holdings.grow(sequence, length)
+        if slots := self.holdings.destinations(sequence, length, self._destinations):
+            plan.snapshots.append((sequence, slots))
+        sequence.quiet = self.holdings.quiet(sequence, length)
+        return True
 
-    def _grow(self, plan: Plan, sequence: Sequence, length: int) -> None:
-        """Take the pages that `length` tokens need."""
-        slot = sequence.slot
-        for index in range(sequence.capacity // self._page, -(-length // self._page)):
-            if self._has_full:
-                sequence.full_pages.append(page := self.full_pages.take())
-                plan.pages.append((FULL_TABLE, slot, index, page))
-            if self._ring:
-                sequence.window_pages.append(page := self.window_pages.take())
-                plan.pages.append((WINDOW_TABLE, slot, index % self._ring, page))
-            sequence.capacity += self._page
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue."""
+        self._leave(sequence)
+        sequence.wait()
+        self.add(sequence)
+        self.preemptions += 1
 
-    def _free_window(self, sequence: Sequence) -> None:
-        """Return window pages that the token at `length` and later ones cannot see."""
-        first = (sequence.length - self._past) // self._page
-        while sequence.window_first < first:
-            self.window_pages.give(sequence.window_pages.popleft())
-            self.window_pages.reserve(1)
-            sequence.window_first += 1
+    def _lines(self, bucket: Bucket) -> int:
+        """How many page lines a bucket takes: those of its tokens, and two tables a row and more."""
+        return 2 * (bucket.tokens // self._page + 2 * bucket.rows)
+
+    def _smallest(self, buckets: list[Bucket], plan: Plan) -> Bucket:
+        """The smallest bucket that holds the plan; the largest one always does."""
+        tokens, rows, lines = sum(plan.counts), len(plan.slots), len(plan.pages)
+        fits = (b for b in buckets if b.tokens >= tokens and b.rows >= rows)
+        return next(b for b in fits if self._lines(b) >= lines)
 
 
 def _left(sequence: Sequence) -> int:
     """Tokens that a sequence has yet to process; its last one is sampled and never processed."""
     return sequence.total - 1 - sequence.length
-
-
-def _smallest(buckets: list[Bucket], tokens: int, rows: int) -> Bucket:
-    """The smallest bucket that holds as much; the largest one always does."""
-    return next(b for b in buckets if b.tokens >= tokens and b.rows >= rows)

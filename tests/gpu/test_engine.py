@@ -22,8 +22,9 @@ from torch import Tensor
 
 from inkling_engine.runtime import Engine, SamplingParams, debug
 from inkling_engine.runtime.capture import CapturedGraphs
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Choice
-from inkling_engine.runtime.scheduler import Plan
+from inkling_engine.runtime.script import Script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -247,6 +248,39 @@ def test_what_nobody_may_read_may_hold_nan(engine: Engine) -> None:
             engine.pool.poison_page("full" if table == "full" else "window", page)
     torch.cuda.synchronize()  # replays are on another stream
     assert [c.choices for c in engine.generate(PROMPTS, GREEDY)] == [c.choices for c in before]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_released_may_hold_nan(engine: Engine, overlap: bool) -> None:
+    before = engine.generate(PROMPTS, GREEDY)
+    engine.overlap = overlap
+    debug.poison_releases(engine)
+    try:
+        after = engine.generate(PROMPTS, GREEDY)
+    finally:
+        engine.observers.clear()
+    debug.check(engine)
+    for one, other in zip(before, after, strict=True):
+        assert one.choices[0].token_ids == other.choices[0].token_ids
+
+
+def test_a_script_runs_and_a_digest_names_the_state(engine: Engine) -> None:
+    a, b = engine.submit(PROMPTS[3], GREEDY), engine.submit(PROMPTS[4], GREEDY)
+    (sequence,) = a.sequences
+    with Script(engine) as script:
+        script.step((a, 3), (b, 50))
+        first = debug.digest(engine, sequence)
+        script.step((b, 80))
+        assert debug.digest(engine, sequence) == first, "another's step"
+        script.step((a, 62), (b, 1))
+        assert debug.digest(engine, sequence) != first
+        script.step((a, 1), (b, 1))
+    while not (a.finished and b.finished):
+        engine.step()
+    expected = engine.generate([PROMPTS[3], PROMPTS[4]], GREEDY)
+    for request, whole in zip((a, b), expected, strict=True):
+        assert request.completion().choices[0].token_ids == whole.choices[0].token_ids
+    debug.check(engine)
 
 
 def test_inputs_stay_where_they_were_captured(engine: Engine) -> None:

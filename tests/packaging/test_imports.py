@@ -18,7 +18,7 @@ ALLOWED = {
     "compile": {"artifacts", "kernels", "torch", "safetensors", "click", "rich", "filelock"}
     | {"platformdirs", "msgspec", "tokenizers", "triton"},
     "runtime": {"artifacts", "kernels", "torch", "safetensors", "tokenizers", "click"}
-    | {"rich", "msgspec", "platformdirs"},
+    | {"rich", "msgspec", "platformdirs", "ray"},
 }
 HEAVY = ("torch", "triton", "transformers", "safetensors", "numpy", "tokenizers")
 LIGHT = [
@@ -27,8 +27,12 @@ LIGHT = [
     "inkling_engine.artifacts.store",
     "inkling_engine.compile.cli",
     "inkling_engine.runtime",
+    "inkling_engine.runtime.batch_input",
+    "inkling_engine.runtime.batch_output",
     "inkling_engine.runtime.chat",
     "inkling_engine.runtime.cli",
+    "inkling_engine.runtime.ray_batch",
+    "inkling_engine.runtime.report",
     "inkling_engine.runtime.requests",
     "inkling_engine.runtime.scheduler",
 ]

@@ -88,6 +88,13 @@ def test_the_report_is_for_people_and_for_programs(
         assert done.output.strip() == expected or json.loads(done.output) == report
 
 
+def test_a_bench_is_traced(folder: Path, tmp_path: Path) -> None:
+    work = Work(batch=2, context=8, tokens=4, repeat=1)
+    measure(folder, work, tmp_path / "run.json", programs=FakeStep, steps_per_replay=1)
+    events = json.loads((tmp_path / "run.json").read_text())
+    assert sum(event["args"].get("prompt_tokens", 0) for event in events) == 2 * 2 * 8
+
+
 @pytest.mark.parametrize(
     ("work", "words"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +32,17 @@ OPTIONS = {
         *["logprobs", "max_tokens", "memory", "min_p", "min_tokens", "n"],
         *["presence_penalty", "prompt", "prompt_ids", "random_weights"],
         *["repetition_penalty", "seed", "skip_special_tokens", "steps_per_replay", "stop"],
-        *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p"],
+        *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p", "trace"],
     ],
     "bench": [
         *["as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
-        *["random_weights", "repeat", "steps_per_replay", "tokens"],
+        *["random_weights", "repeat", "steps_per_replay", "tokens", "trace"],
+    ],
+    "report": ["out", "trace"],
+    "batch": [
+        *["as_json", "deadline", "device_index", "folder", "log_level", "max_in_flight"],
+        *["memory", "output", "random_weights", "shard", "source", "steps_per_replay", "summary"],
+        "trace",
     ],
     "attach-weights": ["checkpoint", "folder"],
 }
@@ -146,6 +154,19 @@ def test_generate_text_and_stream_agree(shell: Shell, folder: Path) -> None:
     code, out, err = shell(*arguments, "--timings")
     assert (code, out) == (0, plain) and "generate: " in err
     assert "timings" not in json.loads(shell(*arguments, "--json")[1])
+
+
+def test_a_run_is_traced_and_drawn(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    trace, drawn = tmp_path / "run.json", tmp_path / "run.svg"
+    arguments = ("generate", folder, "--prompt-ids", "30,31", "--temperature", 0, "--ignore-eos")
+    for more in ((), ("--stream",)):
+        assert shell(*arguments, *more, "--trace", trace)[0] == 0
+        events = json.loads(trace.read_text())
+        assert sum(event["args"].get("new_tokens", 0) for event in events) == 16
+    assert shell("report", trace, "--out", drawn) == (0, f"{drawn}\n", "")
+    assert drawn.read_text().startswith("<svg ")
+    assert "--trace" in shell.fail(2, *arguments, "--trace", tmp_path)
+    assert "TRACE" in shell.fail(2, "report", tmp_path / "none", "--out", drawn)
 
 
 def test_every_sampling_option_arrives(shell: Shell, folder: Path) -> None:
@@ -264,6 +285,86 @@ def test_verify_drawn_weights_compares_with_alone(
 
     monkeypatch.setattr(FakeStep, "_commit", neighbourly)
     assert "other tokens than alone" in shell.fail(1, "verify", folder, "--random-weights", 3)
+
+
+def batch_lines(path: Path, *prompts: object) -> Path:
+    lines = [
+        {
+            "custom_id": f"id-{at}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": prompt, "temperature": 0},
+        }
+        for at, prompt in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_batch(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    source = batch_lines(tmp_path / "in", [30], [31, 32], [33] * 9)
+    files = ("--input", source, "--output")
+    code, out, err = shell("batch", folder, *files, tmp_path / "out")
+    assert (code, err) == (0, "") and "requests: 3, 3 succeeded, 0 failed, 0 from before" in out
+    code, out, _ = shell("batch", folder, *files, tmp_path / "json", "--json")
+    assert json.loads(out)["requests"]["total"] == 3
+    report = tmp_path / "report"
+    for shard in ("0/2", "1/2"):
+        name = tmp_path / shard[0]
+        code, out, _ = shell("batch", folder, *files, name, "--shard", shard, "--summary", report)
+        assert (code, out) == (0, "") and json.loads(report.read_bytes())["shard"] == shard
+    whole = (tmp_path / "out").read_bytes()
+    assert len(whole.splitlines()) == 3
+    assert (tmp_path / "0").read_bytes() + (tmp_path / "1").read_bytes() == whole
+
+
+def test_batch_with_failed_lines(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    source = batch_lines(tmp_path / "in", [30], [151], 7)
+    code, out, err = shell("batch", folder, "--input", source, "--output", tmp_path / "out")
+    assert code == 6 and "2 failed (invalid_request 2)" in out
+    assert err.startswith("error: batch lines: found 2 of 3 failed") and err.count("\n") == 1
+
+
+def test_batch_usage_errors(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    source = batch_lines(tmp_path / "in", [30])
+    files = ("--input", source, "--output", tmp_path / "out")
+    assert "--input" in shell.fail(2, "batch", folder, "--output", tmp_path / "out")
+    assert "--output" in shell.fail(2, "batch", folder, "--input", source)
+    assert "i from 0 to n-1" in shell.fail(2, "batch", folder, *files, "--shard", "2/2")
+    assert "max-in-flight" in shell.fail(2, "batch", folder, *files, "--max-in-flight", 0)
+    assert "nothing at" in shell.fail(
+        2, "batch", folder, "--input", tmp_path / "no", "--output", tmp_path / "out"
+    )
+    (tmp_path / "out").touch()
+    assert "exists" in shell.fail(2, "batch", tmp_path / "no-engine", *files)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_batch_ends_on_signals_and_goes_on(
+    shell: Shell,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signum: signal.Signals,
+    code: int,
+) -> None:
+    source = batch_lines(tmp_path / "in", *([30 + at] * 9 for at in range(20)))
+    files = ("--input", source, "--output", tmp_path / "out", "--max-in-flight", 2)
+    whole, runs, handlers = FakeStep.run, [], signal.getsignal(signum)
+
+    def interrupted(self: FakeStep, name: str) -> None:
+        runs.append(name)
+        if len(runs) == 60:
+            os.kill(os.getpid(), signum)
+        whole(self, name)
+
+    monkeypatch.setattr(FakeStep, "run", interrupted)
+    message = shell.fail(code, "batch", folder, *files)
+    written = (tmp_path / "out.part").read_bytes().count(b"\n")
+    assert f"{signum.name}: {written} of 20 lines are written; run again" in message
+    assert signal.getsignal(signum) is handlers and 0 < written < 20
+    found, out, _ = shell("batch", folder, *files)
+    assert found == 0 and f"20 succeeded, 0 failed, {written} from before" in out
 
 
 def test_attach_weights_runs_the_compiler_in_its_own_process(

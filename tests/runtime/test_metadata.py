@@ -13,10 +13,10 @@ from inkling_engine.artifacts.manifest import ProgramEntry
 from inkling_engine.kernels import table
 from inkling_engine.runtime.encode import encode_params
 from inkling_engine.runtime.metadata import RowInputs
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Sequence, open_request
 from inkling_engine.runtime.results import ResultRing
 from inkling_engine.runtime.sampling import SamplingParams
-from inkling_engine.runtime.scheduler import Plan
 
 pytestmark = pytest.mark.null
 

@@ -16,9 +16,10 @@ from support.fake_spec import PAGE, RING, WINDOW, build_spec
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.kernels.table import FROM_TABLE, FULL_TABLE, SAMPLE
 from inkling_engine.runtime.errors import UsageError
+from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import Request, Sequence, Status, open_request
 from inkling_engine.runtime.sampling import SamplingParams
-from inkling_engine.runtime.scheduler import Plan, Scheduler
+from inkling_engine.runtime.scheduler import Scheduler
 
 pytestmark = pytest.mark.null
 
@@ -38,8 +39,9 @@ class Device:
 
     def __init__(self, spec: EngineSpec, steps: int = 1, *, overlap: bool = False) -> None:
         self.spec, self.scheduler, self.overlap = spec, Scheduler(spec, steps), overlap
+        self.holdings = self.scheduler.holdings
         self.stops: dict[Sequence, int] = {}
-        self.ahead: tuple[Plan, list[Sequence]] | None = None
+        self.ahead: tuple[Plan, list[Sequence], list[Sequence]] | None = None
         self.lengths: dict[Sequence, int] = {}
         self.fed: dict[Sequence, list[int]] = {}
         self.outputs: dict[Sequence, int] = {}
@@ -54,22 +56,27 @@ class Device:
             return None
         if self.overlap:
             self.ahead = self._begin()
-        plan, ended = begun
+        plan, drawn, ended = begun
+        for sequence in drawn:  # known only now
+            if sequence.status is not Status.FINISHED:
+                sequence.tokens.append(100 + len(sequence.tokens) % 40)
         for sequence in ended:
-            if sequence.status is Status.RUNNING:
+            if sequence.status is not Status.FINISHED:
                 self.end(sequence)
         return plan
 
-    def _begin(self) -> tuple[Plan, list[Sequence]] | None:
-        """Plan a replay and run it; the plan, and what ended in it."""
+    def _begin(self) -> tuple[Plan, list[Sequence], list[Sequence]] | None:
+        """Plan a replay and run it; the plan, who was given a token, and who ended in it."""
         if (plan := self.scheduler.next()) is None:
             return None
         self._check_shape(plan)
         for sequence in plan.admissions:
             self.started.append(sequence)
-            self.lengths[sequence] = self.outputs[sequence] = 0
-            self.fed[sequence] = []
+            self.lengths[sequence] = sequence.cached
+            self.outputs.setdefault(sequence, 0)
+            self.fed[sequence] = list(sequence.feed)[: sequence.cached]
         self._apply_pages(plan)
+        drawn: list[Sequence] = []
         ended: list[Sequence] = []
         for _ in range(plan.steps):
             start = 0
@@ -77,12 +84,14 @@ class Device:
                 tokens = plan.tokens[start : start + count]
                 if not self._is_over(sequence):
                     self._run_row(sequence, count, flags, tokens)
-                    self.outputs[sequence] += flags & SAMPLE
+                    if flags & SAMPLE:
+                        self.outputs[sequence] += 1
+                        drawn.append(sequence)
                     ended += [sequence] * self._is_over(sequence)
                 start += count
         self.scheduler.complete()
         self._check_owners()
-        return plan, ended
+        return plan, drawn, ended
 
     def _is_over(self, sequence: Sequence) -> bool:
         most = min(sequence.max_tokens, self.stops.get(sequence, sequence.max_tokens))
@@ -96,7 +105,8 @@ class Device:
 
     def _check_shape(self, plan: Plan) -> None:
         rows = len(plan.slots)
-        assert 0 < rows <= plan.bucket.rows and sum(plan.counts) <= plan.bucket.tokens
+        assert 0 <= rows <= plan.bucket.rows and (rows or plan.pages)
+        assert sum(plan.counts) <= plan.bucket.tokens
         assert all(count > 0 for count in plan.counts), "a row without tokens is no row"
         assert len(set(plan.slots)) == rows and all(
             0 < s <= self.spec.max_running for s in plan.slots
@@ -116,13 +126,22 @@ class Device:
         held_window = {page for page, _ in self.ring.values()}
         for kind, slot, index, page in plan.pages:
             assert page > 0, "page 0 is never handed out"
-            sequence = next(s for s in plan.sequences if s.slot == slot)
+            sequence = next(
+                s for s in self.scheduler.prefilling + self.scheduler.decoding if s.slot == slot
+            )
+            shared = index * PAGE < sequence.cached
             if kind == FULL_TABLE:
-                assert page not in held_full and 0 < page < self.spec.pools.full_pages
+                assert shared or page not in held_full and 0 < page < self.spec.pools.full_pages
                 held_full.add(page)
                 self.full[slot, index] = page
             else:
-                assert page not in held_window and 0 < page < self.spec.pools.window_pages
+                shared = (
+                    page
+                    in list(sequence.window_pages)[
+                        : sequence.cached // PAGE - sequence.window_first
+                    ]
+                )
+                assert shared or page not in held_window and 0 < page < self.spec.pools.window_pages
                 held_window.add(page)
                 logical = sequence.window_first + sequence.window_pages.index(page)
                 assert logical % self.spec.pools.window_ring == index
@@ -131,10 +150,10 @@ class Device:
     def _run_row(self, sequence: Sequence, count: int, flags: int, tokens: list[int]) -> None:
         length = self.lengths[sequence]
         if flags & FROM_TABLE:
-            assert count == 1 and length >= len(sequence.prompt)
+            assert count == 1 and length >= len(sequence.feed)
         else:
             self.fed[sequence] += tokens
-            assert bool(flags & SAMPLE) == (length + count == len(sequence.prompt))
+            assert bool(flags & SAMPLE) == (length + count == len(sequence.feed))
         for at in range(length, length + count):  # written, then read by every later query
             assert (sequence.slot, at // PAGE) in self.full
         for at in range(max(0, length - WINDOW + 1), length + count):
@@ -144,7 +163,7 @@ class Device:
 
     def _check_owners(self) -> None:
         """What the scheduler says it holds is what the tables must keep."""
-        running = [s for s in self.lengths if s.status is Status.RUNNING]
+        running = self.scheduler.prefilling + self.scheduler.decoding
         assert len({s.slot for s in running}) == len(running)
         slots = {s.slot: s for s in running}
         self.full = {key: page for key, page in self.full.items() if key[0] in slots}
@@ -154,11 +173,9 @@ class Device:
             if slot in slots and entry[1] >= slots[slot].window_first
         }
         for s in running:
-            first = max(0, self.lengths[s] - WINDOW + 1) // PAGE
-            if not self._is_over(s):
-                assert s.length == self.lengths[s]
+            first = max(0, s.length - WINDOW + 1) // PAGE
+            if s in self.lengths and s.length == self.lengths[s] and not self._is_over(s):
                 assert s.window_first == first, "window pages return as soon as none can see them"
-            assert len(s.window_pages) <= s.window_reserved
             assert len(s.full_pages) * PAGE < s.total + PAGE, "no more than was promised"
         self.scheduler.check()
 
@@ -206,8 +223,8 @@ def test_slot_and_page_life(
     for clock in range(5000):
         while arrivals and arrivals[0][1] <= clock:
             sequence, _ = arrivals.pop(0)
-            device.scheduler.require_fit(sequence)
-            device.scheduler.waiting.append(sequence)
+            device.holdings.require_fit(sequence)
+            device.scheduler.add(sequence)
         unfinished = device.scheduler.unfinished()
         if clock in aborts and unfinished:
             device.end(unfinished[clock % len(unfinished)])
@@ -220,12 +237,13 @@ def test_slot_and_page_life(
         if device._is_over(s):
             assert device.fed[s] == list(s.prompt)
     for account in device.scheduler.accounting().values():
-        assert (account.free, account.live, account.reserved) == (account.total, 0, 0)
+        assert (account.free, account.live, account.pinned) == (account.total, 0, 0)
 
 
 def _run(device: Device, *jobs: tuple[int, int]) -> list[Sequence]:
     sequences = [_sequence(device.spec, *job) for job in jobs]
-    device.scheduler.waiting.extend(sequences)
+    for sequence in sequences:
+        device.scheduler.add(sequence)
     return sequences
 
 
@@ -246,8 +264,8 @@ def test_long_prompts_are_chunked_and_decoding_rows_ride_along() -> None:
     (long,) = _run(device, (40, 1))
     plans = [device.step() for _ in range(3)]
     for plan in plans:
-        assert plan and plan.bucket.tokens == 16 and plan.sequences == [long, short]
-    assert [plan.counts for plan in plans if plan] == [[15, 1], [13, 1], [12, 1]]
+        assert plan and plan.bucket.tokens == 16 and plan.sequences == [short, long]
+    assert [plan.counts for plan in plans if plan] == [[1, 15], [1, 13], [1, 12]]
 
 
 def test_chunks_end_where_the_ring_is_full() -> None:
@@ -300,7 +318,7 @@ def test_capacity_is_exact_and_the_queue_keeps_order() -> None:
 
 def test_a_large_head_of_the_queue_is_not_overtaken() -> None:
     device = Device(build_spec(full_pages=17))
-    first, large, small = _run(device, (8, 20), (50, 10), (1, 1))
+    first, large, small = _run(device, (20, 8), (50, 10), (1, 1))
     while first.status is not Status.FINISHED:
         device.step()
         assert large.status is small.status is Status.WAITING
@@ -352,11 +370,11 @@ def test_a_plan_in_flight_protects_what_it_names() -> None:
 def test_sequences_that_can_never_run_are_refused() -> None:
     spec = build_spec(full_pages=5, window_pages=4)
     scheduler = Scheduler(spec)
-    scheduler.require_fit(_sequence(spec, 8, 4))
+    scheduler.holdings.require_fit(_sequence(spec, 8, 4))
     with pytest.raises(UsageError, match="5 full pages.*at most 4 pages"):
-        scheduler.require_fit(_sequence(spec, 16, 1))
+        scheduler.holdings.require_fit(_sequence(spec, 16, 1))
     with pytest.raises(UsageError, match="4 window pages.*at most 3 pages"):
-        scheduler.require_fit(_sequence(spec, 12, 4))
+        scheduler.holdings.require_fit(_sequence(spec, 12, 4))
 
 
 def test_window_pages_are_bounded_by_the_window() -> None:
@@ -377,7 +395,7 @@ def test_a_lost_page_is_noticed() -> None:
     device = Device(build_spec())
     _run(device, (3, 3))
     device.step()
-    device.scheduler.full_pages.free.pop()
+    device.holdings.full_pages.free.pop()
     with pytest.raises(AssertionError, match="full_pages"):
         device.scheduler.check()
 
@@ -386,7 +404,8 @@ def test_requests_share_prompts_but_not_state() -> None:
     spec = build_spec()
     request: Request = open_request(0, [3, 4], SamplingParams(n=3, max_tokens=2), spec, 5)
     device = Device(spec)
-    device.scheduler.waiting.extend(request.sequences)
+    for sequence in request.sequences:
+        device.scheduler.add(sequence)
     while device.step():
         pass
     assert [s.status for s in request.sequences] == [Status.FINISHED] * 3

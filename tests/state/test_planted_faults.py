@@ -32,7 +32,7 @@ from inkling_engine.compile import steps
 from inkling_engine.compile.models.inkling import model, names
 from inkling_engine.kernels import native, table
 from inkling_engine.runtime.capacity import Stock
-from inkling_engine.runtime.scheduler import Scheduler
+from inkling_engine.runtime.holdings import Holdings
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -90,8 +90,8 @@ def slot_0_is_free(patch: pytest.MonkeyPatch) -> None:
     """The inert number is handed out."""
     right = Stock.__init__
 
-    def wrong(self: Stock, size: int) -> None:
-        right(self, size)
+    def wrong(self: Stock, size: int, first: int = 1) -> None:
+        right(self, size, first)
         self.free.append(0)
 
     patch.setattr(Stock, "__init__", wrong)
@@ -99,13 +99,13 @@ def slot_0_is_free(patch: pytest.MonkeyPatch) -> None:
 
 def frees_early(patch: pytest.MonkeyPatch) -> None:
     """A window page returns one page of tokens too early."""
-    right = Scheduler.__init__
+    right = Holdings.__init__
 
-    def wrong(self: Scheduler, *arguments: Any) -> None:
-        right(self, *arguments)
+    def wrong(self: Holdings, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
         self._past -= self._page
 
-    patch.setattr(Scheduler, "__init__", wrong)
+    patch.setattr(Holdings, "__init__", wrong)
 
 
 BOUNDARY, PROLOGUE = (model, "boundary"), (model, "attention_prologue")

@@ -221,12 +221,11 @@ def test_a_finished_request_changes_nothing_more(small: Model, small_traces: Tra
 def poison_free(engine: Engine, value: float) -> None:
     """Fill everything that nobody holds, slot 0 and page 0 included."""
     scheduler = engine.scheduler
-    snapshots = range(1 + engine.spec.max_running, engine.spec.pools.slots)
-    for slot in (0, *scheduler.slots.free, *snapshots):
+    for slot in (0, *scheduler.holdings.slots.free, *scheduler.holdings.prefix.slots.free):
         engine.pool.poison_slot(slot, value)
-    for page in (0, *scheduler.full_pages.free):
+    for page in (0, *scheduler.holdings.full_pages.free):
         engine.pool.poison_page("full", page, value)
-    for page in (0, *scheduler.window_pages.free):
+    for page in (0, *scheduler.holdings.window_pages.free):
         engine.pool.poison_page("window", page, value)
 
 

@@ -72,11 +72,14 @@ class StepRunner:
         )
 
 
-def open_engine(model: Model, run: StepCode) -> tuple[Engine, StepRunner]:
+def open_engine(
+    model: Model, run: StepCode, *, prefix_cache: bool = True
+) -> tuple[Engine, StepRunner]:
     """An engine of `model` whose steps `run` runs."""
     runner = StepRunner(run)
     weights = {e.name: allocate(e).copy_(model.weights[e.name]) for e in step_weights(model.spec)}
-    return Engine(assemble(manifest_of(model.spec), weights, runner.bind)), runner
+    loaded = assemble(manifest_of(model.spec), weights, runner.bind)
+    return Engine(loaded, prefix_cache=prefix_cache), runner
 
 
 def manifest_of(spec: EngineSpec) -> Manifest:

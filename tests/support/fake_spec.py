@@ -34,7 +34,7 @@ from inkling_engine.kernels import table
 from inkling_engine.runtime.tokens import Tokenizer
 
 TINY = Path(inkling.__path__[0]) / "tiny" / "tokenizer.json"
-PAGE, WINDOW, RING, VOCAB, REAL_VOCAB, EOS = 4, 8, 5, 160, 151, 2
+PAGE, GRID, WINDOW, RING, VOCAB, REAL_VOCAB, EOS = 4, 8, 8, 5, 160, 151, 2
 
 
 def _shape() -> ModelShape:
@@ -75,6 +75,7 @@ def build_spec(
     decodes: Sequence[int] = (1, 2, 4),
     extends: Sequence[tuple[int, int]] = ((8, 2), (16, 4)),
     results: int = 2,
+    snapshots: int = 0,
 ) -> EngineSpec:
     """A spec of `running` slots with decode buckets of these rows, extend ones of (tokens, rows)."""
     buckets = [Bucket(kind="decode", rows=rows, tokens=rows) for rows in decodes]
@@ -89,12 +90,12 @@ def build_spec(
         max_context=64,
         max_running=running,
         page_size=PAGE,
-        snapshot_grid=8,
+        snapshot_grid=GRID,
         spec_depth=0,
         buckets=tuple(buckets),
         pools=PoolSizes(
-            slots=1 + running,
-            snapshots=0,
+            slots=1 + running + snapshots,
+            snapshots=snapshots,
             full_pages=full_pages,
             window_pages=window_pages,
             table_width=16,
@@ -103,6 +104,10 @@ def build_spec(
         ),
         limits=SamplingLimits(stop_ids=4, bias_ids=3, top_logprobs=3),
     )
+
+
+def _destinations(spec: EngineSpec) -> int:
+    return (max(bucket.tokens for bucket in spec.buckets) - 1) // GRID + 1
 
 
 def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
@@ -115,7 +120,7 @@ def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
         "token_counts": (lines, REAL_VOCAB),
         "full_table": (lines, sizes.table_width),
         "window_table": (lines, sizes.window_ring),
-        "snapshot_slots": (lines, 1),
+        "snapshot_slots": (lines, _destinations(spec)),
         "snapshot_lengths": (sizes.slots,),
         "results_int": (sizes.results, rows, table.RESULT_HEADER + limits.top_logprobs),
     }
@@ -146,7 +151,7 @@ def _program(spec: EngineSpec, bucket: Bucket) -> ProgramEntry:
         ),
         "admit_floats": (rows, table.FLOAT_HEADER + limits.bias_ids),
         "page_updates": (2 * (tokens // PAGE + 2 * rows), 4),
-        "snapshot_updates": (rows, 2),
+        "snapshot_updates": (rows, 1 + _destinations(spec)),
     }
     entries, offset = [], 0
     for name, shape in shapes.items():

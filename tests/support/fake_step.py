@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 from safetensors.torch import save
-from support.fake_spec import EOS, PAGE, REAL_VOCAB, TINY, WINDOW, build_manifest
+from support.fake_spec import EOS, GRID, PAGE, REAL_VOCAB, TINY, WINDOW, build_manifest
 from torch import Tensor
 
 from inkling_engine.artifacts import layout
@@ -68,13 +68,20 @@ class FakeStep:
                 assert page > 0, "page 0 is never handed out"
                 pools[name][slot, index] = page
         rows["page_updates"][:, 1] = 0
+        for slot, *destinations in rows["snapshot_updates"].tolist():
+            if slot:
+                pools["snapshot_slots"][slot] = pools["snapshot_slots"].new_tensor(destinations)
+        rows["snapshot_updates"][:, 0] = 0
+        self._check_sources(rows, pools)
         pools["results_int"][line] = 0
         ids, start = rows["token_ids"].tolist(), 0
         for row, slot in enumerate(rows["row_slots"].tolist()):
             count = int(rows["row_counts"][row])
             if slot and not pools["request_state"][slot, table.FINISH]:
                 tokens = ids[start : start + count]
-                self._row(pools, line, row, slot, tokens, int(rows["row_flags"][row]))
+                source = int(rows["row_sources"][row]) or slot
+                flags = int(rows["row_flags"][row])
+                self._row(pools, line, row, slot, source, tokens, flags)
             start += count
 
     def _admit(self, pools: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
@@ -85,6 +92,7 @@ class FakeStep:
                 line = ints[table.ADMIT_HEADER :]
                 pools["request_ints"][slot] = pools["request_ints"].new_tensor(line)
                 pools["request_floats"][slot] = floats
+                pools["snapshot_slots"][slot] = 0
         rows["admit_ints"][:, table.ADMIT_SLOT] = 0
 
     def _row(
@@ -93,6 +101,7 @@ class FakeStep:
         line: int,
         row: int,
         slot: int,
+        source: int,
         tokens: list[int],
         flags: int,
     ) -> None:
@@ -115,7 +124,8 @@ class FakeStep:
             window = [float(kv_window[ring[i // PAGE % len(ring)], i % PAGE]) for i in seen]
             alike = [float(kv_full[full[i // PAGE], i % PAGE]) for i in seen]
             assert window == alike, "a window page was freed or overwritten"
-        conv = pools["conv_attn"][0, slot, :, 0].tolist() if length else [0.0] * 3
+        conv = pools["conv_attn"][0, source, :, 0].tolist() if length else [0.0] * 3
+        self._scatter(pools, slot, length, [*conv, *map(float, tokens)])
         conv = [*conv, *map(float, tokens)][-3:]
         pools["conv_attn"][0, slot, :, 0] = pools["conv_attn"].new_tensor(conv)
         state[table.LENGTH] = length + len(tokens)
@@ -135,6 +145,32 @@ class FakeStep:
             pools["results_float"][line, row, 0] = logprob(value)
         result = [slot, token, finish, length + len(tokens)]
         pools["results_int"][line, row, : table.RESULT_HEADER] = state.new_tensor(result)
+
+    def _check_sources(self, rows: Mapping[str, Tensor], pools: Mapping[str, Tensor]) -> None:
+        """A row's source is its own slot or one that no row of the step writes."""
+        slots = [slot for slot in rows["row_slots"].tolist() if slot]
+        written = {*slots, *(n for slot in slots for n in pools["snapshot_slots"][slot].tolist())}
+        sources = rows["row_sources"].tolist()[: len(slots)]
+        for slot, source in zip(slots, sources, strict=True):
+            assert source in (0, slot) or source not in written, "a source is written in the step"
+        assert not {n for n in written if n > self.spec.max_running} & {*slots}
+
+    def _scatter(
+        self, pools: Mapping[str, Tensor], slot: int, length: int, conv: list[float]
+    ) -> None:
+        """Take the destinations of the boundaries behind `length`; `conv` is the window there and
+        the row's tokens."""
+        end, waiting = length + len(conv) - 3, pools["snapshot_slots"][slot].tolist()
+        for boundary in range((length // GRID + 1) * GRID, end + 1, GRID):
+            destination = waiting.pop(0) if waiting else 0
+            if destination:
+                window = conv[boundary - length : boundary - length + 3]
+                conv_pool = pools["conv_attn"]
+                conv_pool[0, destination, :, 0] = conv_pool.new_tensor(window)
+                pools["snapshot_lengths"][destination] = boundary
+        width = pools["snapshot_slots"].shape[1]
+        waiting += [0] * (width - len(waiting))
+        pools["snapshot_slots"][slot] = pools["snapshot_slots"].new_tensor(waiting)
 
     def _commit(
         self, state: Tensor, ints: list[int], history: list[float], value: int
@@ -189,7 +225,12 @@ def run_oracle(
 
 
 def open_engine(
-    spec: EngineSpec, tokenizer: Tokenizer | None = None, *, steps: int = 1, overlap: bool = False
+    spec: EngineSpec,
+    tokenizer: Tokenizer | None = None,
+    *,
+    steps: int = 1,
+    overlap: bool = False,
+    prefix_cache: bool = True,
 ) -> Engine:
     """An engine over the fake step, whose decode replays take `steps` steps; `overlap` lets it
     begin the next one before it reads the last one's results."""
@@ -201,7 +242,8 @@ def open_engine(
         return loop
 
     weights = random_weights(manifest, 0)
-    return Engine(assemble(manifest, weights, overlapping, tokenizer, steps=steps))
+    loaded = assemble(manifest, weights, overlapping, tokenizer, steps=steps)
+    return Engine(loaded, prefix_cache=prefix_cache)
 
 
 def seal_engine(folder: Path, spec: EngineSpec, *, weights: bool = True) -> Manifest:

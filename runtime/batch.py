@@ -1,0 +1,156 @@
+"""`BatchRunner`: a file of requests in, a file of answers out, line for line and in order.
+
+Lines are read, checked and submitted just far enough ahead to keep the scheduler fed; answers wait
+for their turn in a bounded window and are then written for good (`batch_output`). What is wrong
+with a line is that line's answer; what is wrong with the engine or the disk ends the run, and the
+lines that were not written are done by the next one. No wall clock and no chance reaches the
+output, so that a job interrupted anywhere and resumed writes what an undisturbed one writes.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
+from inkling_engine.runtime.batch_job import Control, Job, StoppedError
+from inkling_engine.runtime.batch_output import Part, require_absent
+from inkling_engine.runtime.batch_progress import Watch, shown
+from inkling_engine.runtime.batch_request import Chat
+from inkling_engine.runtime.debug import check
+from inkling_engine.runtime.trace import tracing
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.engine import Engine
+
+__all__ = ["BatchRunner", "Shard", "StoppedError", "run_batch", "stopped_by_signals"]
+
+FORMAT: Final = 1  # of the output's lines: part files of another one are not gone on with
+_AHEAD: Final = 4  # sequences in flight for each one that can run
+
+
+class BatchRunner:
+    """Runs batch files on an open engine, one after the other."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat | None = None,
+        *,
+        max_in_flight: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Run on `engine`, with `chat` for its messages if the model has such.
+
+        `max_in_flight` is how many sequences (choices of requests) are submitted at a time; by
+        default four times what the engine runs together. `options` are what else decides the
+        answers, beside the engine id: a job is not gone on with under other ones.
+        """
+        self.engine, self.chat, self.options = engine, chat, dict(options or {})
+        self.max_in_flight = max_in_flight or _AHEAD * engine.spec.max_running
+        self._control = Control()
+
+    @classmethod
+    def load(cls, folder: str | Path, *, max_in_flight: int | None = None, **load: Any) -> Self:
+        """A runner on the engine in `folder`, opened with the keywords of `Engine.load`."""
+        from inkling_engine.runtime.engine import Engine
+
+        options = {"random_weights": load.get("random_weights")}
+        return cls(Engine.load(folder, **load), max_in_flight=max_in_flight, options=options)
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """Make the run end after its current step with StoppedError: it can be gone on with."""
+        self._control.signum = signum
+
+    def cancel(self) -> None:
+        """Make the run end after its current step: lines not done are answered `cancelled`."""
+        self._control.cancelled = True
+
+    def run(
+        self,
+        source: str | Path,
+        output: str | Path,
+        *,
+        shard: Shard = WHOLE,
+        deadline: float | None = None,
+        watch: Watch | None = None,
+    ) -> dict[str, Any]:
+        """Answer each line of `source` (of its `shard`) with a line of `output`; the summary.
+
+        A part file left by an earlier run of the same job is gone on with; the job is the input's
+        bytes, the engine, its `options` and the shard. Lines not done `deadline` seconds from now
+        are answered `expired`. Raises UsageError for an unreadable input, an existing output and a
+        part file of another job, StoppedError after `stop`, and what `Engine.step` raises.
+        """
+        if deadline is not None:
+            self._control.deadline = time.monotonic() + deadline
+        try:
+            return self._run(Path(source), Path(output), shard, watch)
+        finally:
+            self._control = Control()
+
+    def _run(self, source: Path, output: Path, shard: Shard, watch: Watch | None) -> dict[str, Any]:
+        require_absent(output)
+        engine_id = self.engine.manifest.engine_id
+        with closing(Input(source, self._control.require_going)) as lines:
+            identity = {
+                "format": FORMAT,
+                "input_bytes": lines.size,
+                "input_sha256": lines.sha256,
+                "engine_id": engine_id,
+                "shard": str(shard),
+                **self.options,
+            }
+            with closing(Part(output, identity)) as part:
+                files, span, most = (lines, part), shard.span(lines.total), self.max_in_flight
+                job = Job(self.engine, self.chat, files, span, most, self._control)
+                try:
+                    job.run(watch)
+                finally:
+                    job.abandon()
+                    part.sync()
+                part.commit()
+        return {"engine_id": engine_id, "shard": str(shard), **job.meter.summary()}
+
+
+def run_batch(
+    folder: Path,
+    source: Path,
+    output: Path,
+    *,
+    shard: Shard,
+    deadline: float | None,
+    trace: Path | None = None,
+    **load: Any,
+) -> dict[str, Any]:
+    """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it."""
+    require_absent(output)  # before the load, which takes its time
+    runner = BatchRunner.load(folder, **load)
+    with runner.engine as engine, tracing(engine, trace):
+        with shown() as watch, stopped_by_signals(runner):
+            report = runner.run(source, output, shard=shard, deadline=deadline, watch=watch)
+        check(engine)
+        return report
+
+
+@contextmanager
+def stopped_by_signals(runner: BatchRunner) -> Iterator[None]:
+    """The first SIGINT or SIGTERM stops the run; a second one does what it did before."""
+    before: dict[int, Any] = {}
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        runner.stop(signum)
+        signal.signal(signum, before[signum])
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        before[name] = signal.signal(name, stop)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,33 @@
+"""`Plan`: what the scheduler decides, the row buffer says and the collector reads back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.runtime.requests import PageLine, Sequence
+
+
+@dataclass(slots=True)
+class Plan:
+    """One replay: for each row its sequence, slot, token count and flags.
+
+    `tokens` holds the rows' token ids, packed in row order, or nothing if all rows take theirs
+    from the request table; `admissions` are the sequences that enter their slot with this replay;
+    `pages` are (table, slot, index, page) lines; `snapshots` are sequences with the destinations of
+    the grid boundaries that they cross; `sources` are rows that start from a snapshot, with its
+    slot. Rows that go on from their last sampled token do so `steps` times; one that ends on the way
+    is inert for the rest.
+    """
+
+    bucket: Bucket
+    sequences: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    admissions: list[Sequence] = field(default_factory=list)
+    pages: list[PageLine] = field(default_factory=list)
+    steps: int = 1
+    sources: dict[int, int] = field(default_factory=dict)
+    snapshots: list[tuple[Sequence, list[int]]] = field(default_factory=list)
