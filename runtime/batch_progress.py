@@ -10,10 +10,10 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 PERCENTILES: Final = (50, 90, 99, 100)
 _LINE_SECONDS, _BAR_SECONDS = 10.0, 0.25
@@ -96,11 +96,7 @@ class Meter:
         }
 
 
-class Watch(Protocol):
-    """Whoever shows a job's progress; called after every step."""
-
-    def __call__(self, meter: Meter) -> None:
-        """Look at the counts."""
+Watch = Callable[[Meter], object]  # shows how a job goes; called after every step
 
 
 @contextmanager

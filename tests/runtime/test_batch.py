@@ -28,6 +28,7 @@ from support.fake_spec import tiny_tokenizer
 from support.fake_step import open_engine, run_oracle
 
 from inkling_engine.artifacts.errors import FailedError, UsageError
+from inkling_engine.runtime import batch_output
 from inkling_engine.runtime.batch import BatchRunner, StoppedError, stopped_by_signals
 from inkling_engine.runtime.batch_input import Shard
 from inkling_engine.runtime.batch_progress import Meter
@@ -94,7 +95,11 @@ def test_the_scheduler_is_fed_but_not_flooded(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == (tmp_path / "other").read_bytes()
 
 
-def test_a_slow_line_does_not_let_answers_pile_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("held", "most"), [(1 << 20, 16 * 2), (4000, 10)])
+def test_a_slow_line_does_not_let_answers_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, most: int
+) -> None:
+    monkeypatch.setattr("inkling_engine.runtime.batch_job._HELD", held)
     source = write_lines(tmp_path / "in", [line(str(at)) for at in range(200)])
     engine, seen = stub()
     runner, ahead = BatchRunner(engine, max_in_flight=2), []
@@ -110,7 +115,7 @@ def test_a_slow_line_does_not_let_answers_pile_up(tmp_path: Path) -> None:
     runner.run(
         source, tmp_path / "out", watch=lambda m: ahead.append(len(seen.submitted) - m.written)
     )
-    assert max(ahead) == 16 * 2
+    assert max(ahead) == most
     assert len(read_lines(tmp_path / "out")) == 200
 
 
@@ -226,6 +231,42 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         run(source, tmp_path / "dir")
 
 
+def test_an_output_that_appears_on_the_way_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write_lines(tmp_path / "in", mixed(40)), tmp_path / "out"
+    with pytest.raises(UsageError, match="exists"):
+        BatchRunner(stub()[0]).run(source, output, watch=lambda _: output.write_text("x"))
+    output = tmp_path / "other"
+    monkeypatch.setattr(batch_output.Part, "_lock", lambda _: output.write_text("x"))
+    engine, seen = stub()
+    with pytest.raises(UsageError, match="exists"):  # its writer let go of the lock just now
+        BatchRunner(engine).run(source, output)
+    assert output.read_text() == "x" and not seen.submitted
+
+
+def test_the_disk_has_the_output_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, sync, synced = (
+        write_lines(tmp_path / "in", mixed(40)),
+        os.fsync,
+        list[tuple[int, int]](),
+    )
+
+    def fsync(handle: int) -> None:
+        state = os.fstat(handle)
+        synced.append((state.st_ino, state.st_size))
+        sync(handle)
+
+    part_of(source, tmp_path / "out", 40)  # all is written, but nobody says how far down
+    monkeypatch.setattr(os, "fsync", fsync)
+    run(source, tmp_path / "out")
+    state, folder = (tmp_path / "out").stat(), tmp_path.stat()
+    assert synced[-2] == (state.st_ino, state.st_size)
+    assert synced[-1][0] == folder.st_ino
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     source, output = write_lines(tmp_path / "in", mixed(40)), tmp_path / "out"
     refused: list[str] = []
@@ -329,6 +370,8 @@ def test_a_cancelled_job_keeps_what_is_done(tmp_path: Path) -> None:
 
     summary = runner.run(source, output, watch=watch)
     assert not seen.live and not (tmp_path / "out.part").exists()
+    ends = [one.finish_reason for request in seen.submitted for one in request.sequences]
+    assert "abort" in ends, "what runs does not go on"
     answers = output.read_bytes().splitlines()
     cancelled = [at for at, one in enumerate(answers) if b'"code":"cancelled"' in one]
     others = [at for at in range(200) if at not in cancelled]
