@@ -62,6 +62,7 @@ def measure(folder: Path, work: Work, **load: Any) -> dict[str, Any]:
     if "steps_per_replay" not in load:
         spec = open_manifest(folder).spec
         load["steps_per_replay"] = min(_STEPS, spec.pools.results, 2 * spec.page_size)
+    load.setdefault("prefix_cache", False)  # the same prompts come again and again
     started = _process_age()
     with Engine.load(folder, **load) as engine:
         _require_fit(work, engine)

@@ -21,20 +21,20 @@ SPEC = build_spec()
 OPTIONS = {
     "inspect": ["as_json", "folder"],
     "verify": [
-        *["as_json", "device_index", "folder", "log_level", "memory", "random_weights"],
-        "steps_per_replay",
+        *["as_json", "device_index", "folder", "log_level", "memory", "prefix_cache"],
+        *["random_weights", "steps_per_replay"],
     ],
     "generate": [
         *["as_json", "detokenize", "device_index", "folder", "frequency_penalty"],
         *["ignore_eos", "include_stop_str_in_output", "log_level", "logit_bias"],
         *["logprobs", "max_tokens", "memory", "min_p", "min_tokens", "n"],
-        *["presence_penalty", "prompt", "prompt_ids", "random_weights"],
+        *["prefix_cache", "presence_penalty", "prompt", "prompt_ids", "random_weights"],
         *["repetition_penalty", "seed", "skip_special_tokens", "steps_per_replay", "stop"],
         *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p"],
     ],
     "bench": [
         *["as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
-        *["random_weights", "repeat", "steps_per_replay", "tokens"],
+        *["prefix_cache", "random_weights", "repeat", "steps_per_replay", "tokens"],
     ],
     "attach-weights": ["checkpoint", "folder"],
 }
