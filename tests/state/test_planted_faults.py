@@ -58,7 +58,7 @@ RESUMED = "state/test_snapshots.py::test_a_request_goes_on_from_a_snapshot"
 STALE = "state/test_snapshots.py::test_a_replayed_buffer_applies_nothing_twice"
 HITS = "state/test_prefix_hits.py::test_a_hit_at_every_grid_boundary"
 PREEMPTED = "state/test_prefix_hits.py::test_preemption_leaves_no_trace"
-SHARED = "runtime/test_serving.py::test_shared_prompts_are_computed_once"
+OUTLIVES = "runtime/test_serving.py::test_a_snapshot_that_requests_start_from_outlives_others"
 SAMPLING = "state/test_sampling_engine.py::"
 PARAMETERS: dict[str, Any] = {
     "size": "ring",
@@ -376,7 +376,7 @@ FAULTS = [
         "eviction takes nothing that a request holds",
         "what the cache lets go of is free",
         evicts_live_pages,
-        SHARED,
+        OUTLIVES,
     ),
     Fault(
         "a preempted request goes on counting",
