@@ -22,6 +22,7 @@ from inkling_engine.runtime.batch_job import Control, Job, StoppedError
 from inkling_engine.runtime.batch_output import Part, require_absent
 from inkling_engine.runtime.batch_progress import Watch, shown
 from inkling_engine.runtime.batch_request import Chat
+from inkling_engine.runtime.chat import open_chat
 from inkling_engine.runtime.debug import check
 from inkling_engine.runtime.trace import tracing
 
@@ -61,7 +62,9 @@ class BatchRunner:
         from inkling_engine.runtime.engine import Engine
 
         options = {"random_weights": load.get("random_weights")}
-        return cls(Engine.load(folder, **load), max_in_flight=max_in_flight, options=options)
+        engine = Engine.load(folder, **load)
+        chat = open_chat(engine.tokenizer, Path(folder))
+        return cls(engine, chat, max_in_flight=max_in_flight, options=options)
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Make the run end after its current step with StoppedError: it can be gone on with."""

@@ -66,6 +66,7 @@ def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) ->
     if "steps_per_replay" not in load:
         spec = open_manifest(folder).spec
         load["steps_per_replay"] = min(_STEPS, spec.pools.results, 2 * spec.page_size)
+    load.setdefault("prefix_cache", False)  # the same prompts come again and again
     started = _process_age()
     with Engine.load(folder, **load) as engine, tracing(engine, trace):
         _require_fit(work, engine)

@@ -38,6 +38,11 @@ _LOAD = (
     click.option(
         "--steps-per-replay", type=int, help="Tokens a row of one decode replay. Default 1."
     ),
+    click.option(
+        "--prefix-cache/--no-prefix-cache",
+        default=None,
+        help="Compute what prompts begin with in common once. Default on, for bench off.",
+    ),
     click.option("--device-index", type=int, help="Which of the visible GPUs. Default 0."),
     click.option(
         "--log-level",
@@ -53,7 +58,9 @@ TRACE = click.option(
     type=click.Path(path_type=Path),
     help="Write the steps down, for Perfetto and `report`.",
 )
-LOAD_NAMES = ("random_weights", "memory", "steps_per_replay", "device_index", "log_level")
+LOAD_NAMES = (
+    *("random_weights", "memory", "steps_per_replay", "prefix_cache", "device_index", "log_level"),
+)
 _SAMPLING = (
     click.option("--n", type=int, help="Independent choices. Default 1."),
     click.option("--temperature", type=float, help="0 is greedy. Default 1."),

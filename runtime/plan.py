@@ -31,3 +31,15 @@ class Plan:
     steps: int = 1
     sources: dict[int, int] = field(default_factory=dict)
     snapshots: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+
+
+def page_lines(bucket: Bucket, page: int) -> int:
+    """How many page lines a replay takes: those of its tokens, in two tables, and two a row more."""
+    return 2 * (bucket.tokens // page + 2 * bucket.rows)
+
+
+def smallest(buckets: list[Bucket], plan: Plan, page: int) -> Bucket:
+    """The first of `buckets`, sorted by size, that holds the plan; the last one always does."""
+    tokens, rows, lines = sum(plan.counts), len(plan.slots), len(plan.pages)
+    fits = (b for b in buckets if b.tokens >= tokens and b.rows >= rows)
+    return next(b for b in fits if page_lines(b, page) >= lines)

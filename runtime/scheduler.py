@@ -13,11 +13,11 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
 from inkling_engine.runtime.capacity import Account
 from inkling_engine.runtime.holdings import Holdings
-from inkling_engine.runtime.plan import Plan
+from inkling_engine.runtime.plan import Plan, page_lines, smallest
 from inkling_engine.runtime.requests import Sequence, Status
 
 _RANK = attrgetter("rank")
@@ -128,11 +128,11 @@ class Scheduler:
             budget -= count
         if not (plan.slots or plan.pages):
             return None
-        spare = (self._lines(largest) - len(plan.pages)) // 2
+        spare = (page_lines(largest, self._page) - len(plan.pages)) // 2
         last = first + min(budget, largest.rows - len(plan.slots), max(0, spare))
         self._add_decoding(plan, going[first:last])
         self._owed = [sequence for sequence in going[last:] if sequence.status is Status.RUNNING]
-        plan.bucket = self._smallest(self._extends, plan)
+        plan.bucket = smallest(self._extends, plan, self._page)
         return plan
 
     def _decode(self, going: list[Sequence]) -> Plan | None:
@@ -149,7 +149,7 @@ class Scheduler:
             self._add_decoding(plan, rows)
             if plan.slots:
                 plan.tokens.clear()
-                plan.bucket = self._smallest(self._decodes, plan)
+                plan.bucket = smallest(self._decodes, plan, self._page)
                 return plan
         return None
 
@@ -174,7 +174,7 @@ class Scheduler:
         The page lines of a long hit may be more than a replay takes: then they go ahead in parts.
         """
         largest, feed, start = self._extends[-1], sequence.feed, sequence.length
-        lines = max(0, self._lines(largest) - len(plan.pages) - 2 * riders)
+        lines = max(0, page_lines(largest, self._page) - len(plan.pages) - 2 * riders)
         if sequence.status is not Status.RUNNING:  # preempted for a row of this plan
             return 0
         plan.pages += (sent := sequence.backlog[:lines])
@@ -238,16 +238,6 @@ class Scheduler:
         sequence.wait()
         self.add(sequence)
         self.preemptions += 1
-
-    def _lines(self, bucket: Bucket) -> int:
-        """How many page lines a bucket takes: those of its tokens, and two tables a row and more."""
-        return 2 * (bucket.tokens // self._page + 2 * bucket.rows)
-
-    def _smallest(self, buckets: list[Bucket], plan: Plan) -> Bucket:
-        """The smallest bucket that holds the plan; the largest one always does."""
-        tokens, rows, lines = sum(plan.counts), len(plan.slots), len(plan.pages)
-        fits = (b for b in buckets if b.tokens >= tokens and b.rows >= rows)
-        return next(b for b in fits if self._lines(b) >= lines)
 
 
 def _left(sequence: Sequence) -> int:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from inkling_engine.artifacts.spec import Bucket
-from inkling_engine.runtime.plan import Plan
+from inkling_engine.runtime.plan import Plan, page_lines
 from inkling_engine.runtime.requests import Request, Sequence, Status
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ class Script:
         plan = Plan(bucket or fitting[0], steps=steps)
         for sequence, count in chosen:
             self._add(plan, sequence, count)
-        lines = self._scheduler._lines
-        plan.bucket = bucket or next(b for b in fitting if lines(b) >= len(plan.pages))
-        assert plan.bucket in fitting and lines(plan.bucket) >= len(plan.pages), "a small bucket"
+        page, pages = self._engine.spec.page_size, len(plan.pages)
+        plan.bucket = bucket or next(b for b in fitting if page_lines(b, page) >= pages)
+        enough = page_lines(plan.bucket, page) >= pages
+        assert plan.bucket in fitting and enough, "a small bucket"
         assert steps == 1 or plan.bucket.kind == "decode", "replays of several steps only decode"
         if plan.bucket.kind == "decode":
             plan.tokens.clear()

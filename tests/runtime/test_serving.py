@@ -140,8 +140,11 @@ def test_penalties_count_all_that_they_are_fed() -> None:
     """Tokens of a hit are not fed, so what counts them starts cold; what was sampled, always."""
     engine = open_engine(build_spec(snapshots=8))
     finish(engine, engine.submit(prompt_of(30), GREEDY))
-    for penalty, hit in (("repetition", 0), ("presence", 24), ("frequency", 24)):
-        params = SamplingParams(max_tokens=2, **{f"{penalty}_penalty": 1.5})
+    for params, hit in (
+        (SamplingParams(max_tokens=2, repetition_penalty=1.5), 0),
+        (SamplingParams(max_tokens=2, presence_penalty=1.5), 24),
+        (SamplingParams(max_tokens=2, frequency_penalty=1.5), 24),
+    ):
         request = engine.submit(prompt_of(30), params)
         finish(engine, request)
         assert cached(request) == hit
@@ -211,15 +214,15 @@ def test_the_better_rank_is_never_preempted_for_a_worse_one() -> None:
 
 def test_a_deadline_ends_what_is_unfinished() -> None:
     engine = open_engine(build_spec(running=1))
-    now = 0.0
-    engine._deadlines._clock = lambda: now
+    clock = [0.0]
+    engine._deadlines._clock = lambda: clock[0]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     running = engine.submit([20], params, deadline=5)
     waiting = engine.submit([21], params, deadline=3)
     free = engine.submit([22], params)
-    for now, count in ((0.0, 0), (2.9, 0), (3.0, 1), (4.9, 0)):
+    for clock[0], count in ((0.0, 0), (2.9, 0), (3.0, 1), (4.9, 0)):
         assert len(engine.step()) == count
-    now = 5.0
+    clock[0] = 5.0
     assert running in engine.step()
     finish(engine, free)
     reasons = [r.completion().choices[0].finish_reason for r in (running, waiting, free)]

@@ -33,6 +33,8 @@ from inkling_engine.compile.models.inkling import model, names
 from inkling_engine.kernels import native, table
 from inkling_engine.runtime.capacity import Stock
 from inkling_engine.runtime.holdings import Holdings
+from inkling_engine.runtime.prefix import Snapshot
+from inkling_engine.runtime.requests import Sequence
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -54,6 +56,9 @@ DECODED = "state/test_snapshots.py::test_decoding_crosses_the_grid"
 ONE_SHOT = "state/test_snapshots.py::test_destinations_are_one_shot"
 RESUMED = "state/test_snapshots.py::test_a_request_goes_on_from_a_snapshot"
 STALE = "state/test_snapshots.py::test_a_replayed_buffer_applies_nothing_twice"
+HITS = "state/test_prefix_hits.py::test_a_hit_at_every_grid_boundary"
+PREEMPTED = "state/test_prefix_hits.py::test_preemption_leaves_no_trace"
+OUTLIVES = "runtime/test_serving.py::test_a_snapshot_that_requests_start_from_outlives_others"
 SAMPLING = "state/test_sampling_engine.py::"
 PARAMETERS: dict[str, Any] = {
     "size": "ring",
@@ -63,6 +68,7 @@ PARAMETERS: dict[str, Any] = {
     "length": 16,
     "chunk": 5,
     "name": "frequency",
+    "full": 13,
 }
 
 
@@ -106,6 +112,33 @@ def frees_early(patch: pytest.MonkeyPatch) -> None:
         self._past -= self._page
 
     patch.setattr(Holdings, "__init__", wrong)
+
+
+def forgets_a_window_page(patch: pytest.MonkeyPatch) -> None:
+    """The oldest page that window layers see from a hit's end is not mapped."""
+    right = Holdings.enter
+
+    def wrong(self: Holdings, sequence: Sequence, hit: Snapshot | None) -> None:
+        right(self, sequence, hit)
+        for at, (kind, slot, index, _) in enumerate(sequence.backlog):
+            if kind == table.WINDOW_TABLE:
+                sequence.backlog[at] = kind, slot, index, 0
+                break
+
+    patch.setattr(Holdings, "enter", wrong)
+
+
+def evicts_live_pages(patch: pytest.MonkeyPatch) -> None:
+    """What the cache lets go of is free, whoever else holds it."""
+    right = Stock.drop
+
+    def wrong(self: Stock, number: int) -> None:
+        held = not self.is_pinned(number)
+        right(self, number)
+        if held:
+            self.free.append(number)
+
+    patch.setattr(Stock, "drop", wrong)
 
 
 BOUNDARY, PROLOGUE = (model, "boundary"), (model, "attention_prologue")
@@ -314,6 +347,42 @@ FAULTS = [
         "a page of tokens too early",
         frees_early,
         BEHIND,
+    ),
+    Fault(
+        "chunks scatter snapshots of the boundaries in them",
+        "extend steps skip the scatter",
+        before(faults.no_scatter_in_extend, *METADATA),
+        HITS,
+    ),
+    Fault(
+        "a snapshot is only read by those who start from it",
+        "it is used in place",
+        before(faults.snapshot_in_place, BOUNDARY),
+        HITS,
+    ),
+    Fault(
+        "a snapshot is written by one scatter",
+        "a stale destination row is sent again",
+        before(faults.keeping("snapshot_updates", 0), *METADATA),
+        HITS,
+    ),
+    Fault(
+        "a hit maps all that window layers see from its end",
+        "the oldest page is left out",
+        forgets_a_window_page,
+        HITS,
+    ),
+    Fault(
+        "eviction takes nothing that a request holds",
+        "what the cache lets go of is free",
+        evicts_live_pages,
+        OUTLIVES,
+    ),
+    Fault(
+        "a preempted request goes on counting",
+        "its admission says that nothing was generated",
+        before(given(admit_ints=faults.forgotten_tokens), *METADATA),
+        PREEMPTED,
     ),
 ]
 NATIVE = [

@@ -208,6 +208,30 @@ def no_scatter_in_decode(call: Call, a: Arguments) -> Any:
     return meta
 
 
+def no_scatter_in_extend(call: Call, a: Arguments) -> Any:
+    """Steps with room for prompts have no snapshot scatter."""
+    meta = StepMeta(*call(a))
+    if len(meta.tokens) > len(meta.slots):
+        meta.destination_slots.zero_()
+    return meta
+
+
+def snapshot_in_place(call: Call, a: Arguments) -> Any:
+    """A row that starts from a snapshot goes on in the snapshot's slot too."""
+    result, pool = call(a), a["conv_pool"][a["layer"]]
+    for slot, source in zip(a["slots"].tolist(), a["sources"].tolist(), strict=True):
+        if slot:
+            pool[source] = pool[slot]
+    return result
+
+
+def forgotten_tokens(a: Arguments) -> Tensor:
+    """Admission lines that say that nothing was generated before."""
+    lines: Tensor = a["admit_ints"]
+    lines[:, table.ADMIT_GENERATED] = 0
+    return lines
+
+
 def unfinished(a: Arguments) -> Tensor:
     """Request state in which nothing has ended."""
     a["request_state"][:, table.FINISH] = 0
