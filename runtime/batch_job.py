@@ -218,6 +218,7 @@ class Job:
         del self._live[request]
         self._sequences -= len(request.sequences)
         self.meter.latencies.append(time.perf_counter() - entry.started)
+        self.meter.cached_tokens += sum(sequence.cached for sequence in request.sequences)
         done, entry.request = request.completion(), None
         try:
             answer, usage = self._replies.answer(entry.envelope, entry.work, done)

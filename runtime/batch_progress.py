@@ -22,13 +22,14 @@ _LINE_SECONDS, _BAR_SECONDS = 10.0, 0.25
 class Meter:
     """Counts of a job of `total` lines; `written` of them are in the output, `resumed` from before.
 
-    `errors` counts failed lines by code; `latencies` are seconds from submission to end.
+    `errors` counts failed lines by code; `cached_tokens` are those of this run that the prefix cache
+    saved; `latencies` are seconds from submission to end.
     """
 
     def __init__(self, total: int) -> None:
         """Nothing is done; the clock starts."""
         self.total, self.written, self.resumed = total, 0, 0
-        self.prompt_tokens = self.completion_tokens = 0
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.errors: Counter[str] = Counter()
         self.latencies = array("f")
         self.start()
@@ -74,7 +75,8 @@ class Meter:
         if rates["requests"] > 0:
             left = str(timedelta(seconds=round((self.total - self.written) / rates["requests"])))
         failed = f", {self.failed} failed" if self.failed else ""
-        return f"{self.written}/{self.total} requests{failed}, {speed}, ETA {left}"
+        hits = f", {self.cached_tokens:,} from the cache" if self.cached_tokens else ""
+        return f"{self.written}/{self.total} requests{failed}, {speed}{hits}, ETA {left}"
 
     def summary(self) -> dict[str, Any]:
         """Counts, tokens, rates and latencies, as `inkling-engine batch` prints them."""
@@ -89,7 +91,11 @@ class Meter:
                 "resumed": self.resumed,
             },
             "errors": dict(sorted(self.errors.items())),
-            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "completion": self.completion_tokens,
+                "cached": self.cached_tokens,
+            },
             "seconds": self.seconds,
             "per_second": self.rates(),
             "latency_seconds": latency,
@@ -135,7 +141,7 @@ def render(summary: Mapping[str, Any]) -> str:
     speed = ", ".join(f"{value:.1f} {name.replace('_', ' ')}/s" for name, value in rates.items())
     lines = [
         f"requests: {done}, {requests['resumed']} from before",
-        f"tokens: {tokens['prompt']} in, {tokens['completion']} out",
+        f"tokens: {tokens['prompt']} in, {tokens['completion']} out, {tokens['cached']} from the cache",
         f"rates: {speed} over {summary['seconds']:.1f} s",
     ]
     return "\n".join([*lines, f"latency: {latency}"] if latency else lines)

@@ -17,6 +17,7 @@ import msgspec
 from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
 from inkling_engine.runtime import batch_input, sampling
 from inkling_engine.runtime.batch_input import Line, SeenIds
+from inkling_engine.runtime.chat import FIELDS as CHAT_FIELDS
 from inkling_engine.runtime.requests import Encoder, read_prompt
 from inkling_engine.runtime.sampling import SamplingParams
 
@@ -68,10 +69,7 @@ _SAMPLING: Final = {
 _OWN: Final = {"model", "return_token_ids"}
 _FIELDS: Final = {
     COMPLETIONS: _SAMPLING | _OWN | {"prompt"},
-    CHAT: _SAMPLING
-    | _OWN
-    | {"max_completion_tokens", "messages", "parallel_tool_calls", "reasoning_effort"}
-    | {"tool_choice", "tools", "top_logprobs"},
+    CHAT: _SAMPLING | _OWN | CHAT_FIELDS | {"max_completion_tokens", "top_logprobs"},
 }
 
 

@@ -24,7 +24,7 @@ from support.batch_rig import (
     stub,
     write_lines,
 )
-from support.fake_spec import tiny_tokenizer
+from support.fake_spec import build_spec, tiny_tokenizer
 from support.fake_step import open_engine, run_oracle
 
 from inkling_engine.artifacts.errors import FailedError, UsageError
@@ -356,6 +356,15 @@ def test_a_real_engine_answers_as_its_oracle(tmp_path: Path) -> None:
         text = tiny_tokenizer().decode(hidden, skip_special_tokens=True)
         assert (choice["text"], choice["finish_reason"]) == (text, reason)
         assert answer["response"]["body"]["usage"]["completion_tokens"] == len(tokens)
+
+
+def test_hits_of_the_prefix_cache_are_counted(tmp_path: Path) -> None:
+    lines = [line(f"{at}", prompt=[40] * 24 + [50 + at]) for at in range(12)]
+    source = write_lines(tmp_path / "in", lines)
+    with open_engine(build_spec(snapshots=8)) as engine:
+        runner = BatchRunner(engine, max_in_flight=1)
+        cached = runner.run(source, tmp_path / "out")["tokens"]["cached"]
+        assert cached == engine.scheduler.cached_tokens >= 10 * 24
 
 
 def test_a_cancelled_job_keeps_what_is_done(tmp_path: Path) -> None:

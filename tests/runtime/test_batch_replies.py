@@ -175,10 +175,12 @@ def test_a_meter_counts_this_run_apart_from_earlier_ones(monkeypatch: pytest.Mon
     now[0] += 4
     meter.count(None, {"prompt_tokens": 8000, "completion_tokens": 40})
     assert meter.text() == "3/10 requests, 1 failed, 2,000 in, 10 out tokens/s, ETA 0:00:28"
+    meter.cached_tokens = 7000
+    assert "out tokens/s, 7,000 from the cache, ETA" in meter.text()
     meter.latencies.extend([0.5, 1.5, 2.5])
     summary = meter.summary()
     assert summary["requests"] == {"total": 10, "succeeded": 2, "failed": 1, "resumed": 2}
-    assert summary["tokens"] == {"prompt": 9000, "completion": 540}
+    assert summary["tokens"] == {"prompt": 9000, "completion": 540, "cached": 7000}
     assert summary["latency_seconds"] == {"p50": 1.5, "p90": 2.5, "p99": 2.5, "p100": 2.5}
     text = render(summary)
     assert "requests: 10, 2 succeeded, 1 failed (invalid_json 1), 2 from before" in text
