@@ -68,6 +68,16 @@ class Holdings:
         has_full = not self._has_full or full <= self.full_pages.available
         return has_full and (not self._ring or window <= self.window_pages.available)
 
+    def is_in_the_making(
+        self, sequence: Sequence, hit: Snapshot | None, prefilling: list[Sequence]
+    ) -> bool:
+        """Whether a running sequence is about to compute what would make a longer hit."""
+        end = (hit.length if hit else 0) + self.prefix.grid
+        if not self.prefix.slots.total or end > sequence.most_cached:
+            return False
+        begun = (s.feed for s in prefilling if s.length < end <= len(s.feed))
+        return any(feed[:end] == sequence.feed[:end] for feed in begun)
+
     def enter(self, sequence: Sequence, hit: Snapshot | None) -> None:
         """Give a waiting sequence a slot, and a hit's pages; `backlog` has the lines that map them."""
         sequence.start(self.slots.take())

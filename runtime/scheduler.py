@@ -154,16 +154,20 @@ class Scheduler:
         return None
 
     def _admit(self) -> Sequence | None:
-        """Give the head of the queue a slot, and a hit, if there is all that it needs."""
+        """Give the head of the queue a slot, and a hit, unless a longer one is being computed."""
         if self._short or not self.waiting or not self.holdings.slots.free:
             return None
         sequence, running = self.waiting[0], self.prefilling + self.decoding
         if sequence.tokens:
             sequence.feed = [*sequence.prompt, *sequence.tokens]
-        hit = self.holdings.prefix.match(sequence.feed, sequence.most_cached)
-        if not self.holdings.has_room(sequence, hit, running):
+        holdings, hit = (
+            self.holdings,
+            self.holdings.prefix.match(sequence.feed, sequence.most_cached),
+        )
+        waits = holdings.is_in_the_making(sequence, hit, self.prefilling)
+        if waits or not holdings.has_room(sequence, hit, running):
             return None
-        self.holdings.enter(self.waiting.pop(0), hit)
+        holdings.enter(self.waiting.pop(0), hit)
         self.cached_tokens += sequence.cached
         insort(self.prefilling, sequence, key=_RANK)
         return sequence

@@ -75,6 +75,31 @@ def test_rows_are_written_and_padded() -> None:
     assert buffer.read("page_updates")[:3] == [[0, 3, 0, 5], [1, 3, 1, 6], [0] * 4]
 
 
+def test_snapshot_lines_and_sources() -> None:
+    """Lines are whole: what an earlier replay left behind a destination is overwritten."""
+    buffer, sequence = Buffer(_entry("extend", 4)), _sequence()
+    sequence.start(3)
+    plan = Plan(buffer.entry.bucket, [sequence], [3], [4], [0], [9, 8, 7, 6])
+    plan.snapshots, plan.sources = [(sequence, [5, 6])], {0: 7}
+    buffer.inputs.fill(plan)
+    assert buffer.read("snapshot_updates") == [[3, 5, 6], *[[0] * 3] * 3]
+    assert buffer.read("row_sources") == [7, 0, 0, 0]
+    plan = Plan(buffer.entry.bucket, [sequence], [3], [4], [0], [9, 8, 7, 6])
+    plan.snapshots = [(sequence, [6])]
+    buffer.inputs.fill(plan)
+    assert buffer.read("snapshot_updates")[0] == [3, 6, 0]
+    assert buffer.read("row_sources") == [0] * 4
+
+
+def test_a_preempted_sequence_enters_with_what_it_had() -> None:
+    buffer, sequence = Buffer(_entry("extend", 2)), _sequence(max_tokens=9)
+    sequence.start(2)
+    sequence.feed, sequence.length = [3, 4, 5, 30, 31], 4
+    plan = Plan(buffer.entry.bucket, [sequence], [2], [1], [1], [31], [sequence])
+    buffer.inputs.fill(plan)
+    assert buffer.read("admit_ints")[0][: table.ADMIT_HEADER] == [2, 4, 2, 0]
+
+
 def test_fewer_rows_leave_no_old_ones() -> None:
     buffer = Buffer(_entry("decode", 4))
     for slots in ([1, 2, 3, 4], [2], [4, 1]):
