@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -113,11 +114,14 @@ def test_preemption_leaves_no_trace(served: Model, full: int) -> None:
 @pytest.mark.parametrize("moment", range(1, 12, 2))
 def test_preempted_at_any_step(served: Model, exported: StepCode, moment: int) -> None:
     """In the prompt's first or second chunk, or while decoding; penalties go on counting."""
-    penalties = SamplingParams(
-        seed=3, max_tokens=12, ignore_eos=True, presence_penalty=1.0, repetition_penalty=1.3
-    )
+    common: dict[str, Any] = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
+    common["logit_bias"] = {token: 9.0 for token in range(4)}
     engine = open_engine(served, exported)[0]
-    for chosen in (params(12), penalties):
+    for chosen in (
+        params(12),
+        SamplingParams(**common, presence_penalty=1.0, repetition_penalty=1.3),
+        SamplingParams(**common, frequency_penalty=2.0),
+    ):
         wanted = engine.generate(prompt_of(20), chosen)[0].choices
         request = engine.submit(prompt_of(20), chosen)
         for _ in range(moment):
