@@ -201,7 +201,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_been() -> None:
 
 def test_nobody_enters_in_a_plan_that_met_a_lack_of_pages() -> None:
     """Else one could be preempted and enter at once, with a token of its still on its way."""
-    engine = open_engine(build_spec(full_pages=17, extends=((4, 4),)))
+    engine = open_engine(build_spec(full_pages=17, extends=((16, 4),), ring=3))
     scheduler, params = engine.scheduler, SamplingParams(max_tokens=24, ignore_eos=True)
     low = [engine.submit(prompt_of(4, 0, n), params) for n in range(3)]
     for _ in range(8):

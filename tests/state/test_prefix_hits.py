@@ -115,7 +115,7 @@ def test_preemption_leaves_no_trace(served: Model, full: int) -> None:
 def test_preempted_at_any_step(served: Model, exported: StepCode, moment: int) -> None:
     """In the prompt's first or second chunk, or while decoding; penalties go on counting."""
     common: dict[str, Any] = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
-    common["logit_bias"] = {token: 9.0 for token in range(4)}
+    common["logit_bias"] = dict.fromkeys(range(4), 9.0)
     engine = open_engine(served, exported)[0]
     for chosen in (
         params(12),
