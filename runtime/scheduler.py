@@ -227,7 +227,7 @@ class Scheduler:
             victims = [s for s in worse if s not in plan.sequences]
             if not victims:
                 return False
-            self._preempt(max(victims, key=_RANK))
+            self.preempt(max(victims, key=_RANK))
         if sequence.status is not Status.RUNNING:  # preempted for a row of this plan
             return False
         plan.pages += self.holdings.grow(sequence, length)
@@ -236,7 +236,7 @@ class Scheduler:
         sequence.quiet = self.holdings.quiet(sequence, length)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue."""
         self._leave(sequence)
         sequence.wait()

@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    """Opened once; decode replays may take five steps."""
-    with Engine.load(folder, steps_per_replay=STEPS) as opened:
+    """Opened once, without prefix cache; decode replays may take five steps."""
+    with Engine.load(folder, steps_per_replay=STEPS, prefix_cache=False) as opened:
         assert opened.overlap
         yield opened
 
@@ -237,6 +237,28 @@ def test_a_request_does_not_depend_on_its_neighbours(engine: Engine) -> None:
     for prompt, completion in zip(PROMPTS, together, strict=True):
         (alone,) = engine.generate(prompt, GREEDY)
         assert alone.choices[0].token_ids == completion.choices[0].token_ids
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_prefix_hits_give_the_cold_answers(engine: Engine, folder: Path, steps: int) -> None:
+    """Prompts that part inside a chunk, beside each other and one replay ahead; then answers."""
+    system = [(11 * i) % 1900 + 3 for i in range(530)]
+    prompts = [system + [3 + n] * n for n in (1, 40, 200)] + [system[:256], system[:257]]
+    params = dataclasses.replace(GREEDY, max_tokens=300)
+    cold = engine.generate(prompts, params)
+    with Engine.load(folder, steps_per_replay=steps) as warm:
+        for _ in range(2):
+            found = warm.generate(prompts, params)
+            assert [c.choices[0].token_ids for c in found] == [c.choices[0].token_ids for c in cold]
+        assert warm.scheduler.cached_tokens >= 512 * 5 + 256
+        turn = [*prompts[4], *cold[4].choices[0].token_ids, 7]
+        request = warm.submit(turn, GREEDY)
+        while not request.finished:
+            warm.step()
+        assert request.sequences[0].cached == 512
+        (alone,) = engine.generate(turn, GREEDY)
+        assert request.completion().choices[0].token_ids == alone.choices[0].token_ids
+        warm.scheduler.check()
 
 
 def test_what_nobody_may_read_may_hold_nan(engine: Engine) -> None:

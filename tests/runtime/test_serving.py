@@ -199,6 +199,38 @@ def test_preempted_requests_go_on_as_if_nothing_had_been() -> None:
             assert_right(engine, request)
 
 
+def test_nobody_enters_in_a_plan_that_met_a_lack_of_pages() -> None:
+    """Else one could be preempted and enter at once, with a token of its still on its way."""
+    engine = open_engine(build_spec(full_pages=17, extends=((16, 4),), ring=3))
+    scheduler, params = engine.scheduler, SamplingParams(max_tokens=24, ignore_eos=True)
+    low = [engine.submit(prompt_of(4, 0, n), params) for n in range(3)]
+    for _ in range(8):
+        engine.step()
+    high = engine.submit(prompt_of(40), params, priority=-1)
+    scheduler.holdings.has_room = lambda *_: True  # type: ignore[method-assign]
+    while not scheduler.preemptions:
+        engine.step()
+    assert low[2].sequences[0] in scheduler.waiting and high.sequences[0] in scheduler.prefilling
+
+
+def test_a_snapshot_that_was_never_written_is_not_entered() -> None:
+    """The next replay, begun before a stop is known, would have crossed the grid."""
+    answer = run_oracle(build_spec(), prompt_of(10), GREEDY)[0]
+    stop = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[answer[5]], ignore_eos=True)
+    assert answer[5] not in answer[:5]
+    for steps in (1, 4):
+        engine = open_engine(build_spec(snapshots=8, results=8), steps=steps, overlap=True)
+        first = engine.submit(prompt_of(10), stop)
+        finish(engine, first)
+        while engine._ahead:
+            engine.step()
+        second = engine.submit(prompt_of(10) + answer + [30, 31], GREEDY)
+        finish(engine, second)
+        assert cached(second) == 8, "token 16 ended the request before it was processed"
+        assert_right(engine, first)
+        assert_right(engine, second)
+
+
 def test_the_better_rank_is_never_preempted_for_a_worse_one() -> None:
     engine = open_engine(build_spec(full_pages=9))
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -297,6 +329,8 @@ def test_any_traffic_in_tiny_pools_gives_solo_results(
         assert_right(engine, request)
     for account in engine.scheduler.accounting().values():
         assert account.live == 0
-    engine.scheduler.holdings.prefix.clear()
+    prefix = engine.scheduler.holdings.prefix
+    assert all(s.block for s in (*prefix._fresh, *prefix._used)), "what never came is given up"
+    prefix.clear()
     for account in engine.scheduler.accounting().values():
         assert account.free == account.total, "the cache gives all of it back"

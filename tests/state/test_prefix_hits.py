@@ -7,7 +7,10 @@ full of NaN. Chunks may differ from run to run: in float32 on the CPU they leave
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +19,7 @@ from state.test_poison import poison_free
 from support.engines import open_engine
 from support.prompts import python_prompts
 from support.rig import Model, StepCode, native_step
+from support.stepper import convert
 
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.requests import Request
@@ -61,6 +65,23 @@ def test_a_hit_at_every_grid_boundary(served: Model, exported: StepCode) -> None
                 assert found == wanted, f"prompt of {length}, hit of {hit}"
                 hits.append(hit)
             assert hits == [0, *[(length - 1) // 8 * 8] * 2]
+
+
+@pytest.mark.parametrize(("page", "grid"), [(8, 8), (4, 12), (1, 3), (2, 16)])
+def test_other_pages_and_grids(
+    small_checkpoint: Path, tmp_path: Path, page: int, grid: int
+) -> None:
+    """Pages as long as the grid, three of them, pages of one token."""
+    options: dict[str, Any] = {"max_running": 4, "max_context": 64, "extend_buckets": "16x4"}
+    machine = convert(small_checkpoint, tmp_path, **options, page_size=page, snapshot_grid=grid)
+    model = Model(machine.spec, machine.weights)
+    cold = open_engine(model, native_step, prefix_cache=False)[0]
+    warm = open_engine(model, native_step)[0]
+    for length in (grid, grid + 1, 3 * grid - 1, 3 * grid + 1, 40):
+        found, _ = see(warm, prompt_of(length))
+        again, hit = see(warm, prompt_of(length))
+        assert found == again == see(cold, prompt_of(length))[0]
+        assert hit == (length - 1) // grid * grid
 
 
 def test_prompts_that_part_inside_a_chunk(served: Model, exported: StepCode) -> None:
@@ -113,18 +134,21 @@ def test_preemption_leaves_no_trace(served: Model, full: int) -> None:
 @pytest.mark.parametrize("moment", range(1, 12, 2))
 def test_preempted_at_any_step(served: Model, exported: StepCode, moment: int) -> None:
     """In the prompt's first or second chunk, or while decoding; penalties go on counting."""
-    penalties = SamplingParams(
-        seed=3, max_tokens=12, ignore_eos=True, presence_penalty=1.0, repetition_penalty=1.3
-    )
+    common: dict[str, Any] = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
+    common["logit_bias"] = dict.fromkeys(range(4), 9.0)
     engine = open_engine(served, exported)[0]
-    for chosen in (params(12), penalties):
+    for chosen in (
+        params(12),
+        SamplingParams(**common, presence_penalty=1.0, repetition_penalty=1.3),
+        SamplingParams(**common, frequency_penalty=2.0),
+    ):
         wanted = engine.generate(prompt_of(20), chosen)[0].choices
         request = engine.submit(prompt_of(20), chosen)
         for _ in range(moment):
             engine.step()
         (sequence,) = request.sequences
         if not request.finished:
-            engine.scheduler._preempt(sequence)
+            engine.scheduler.preempt(sequence)
         while not request.finished:
             poison_free(engine, float("nan"))
             engine.step()
@@ -140,6 +164,16 @@ def test_hits_in_a_compiled_engine(tiny_engine: Path) -> None:
             found, hit = see(warm, text[:length])
             assert found == wanted
             assert hit == {257: 0, 512: 256, 513: 512, 600: 512, 800: 512}[length]
+
+
+def test_mixed_traffic_is_what_it_is_alone(tiny_engine: Path) -> None:
+    """`scripts/soak.py`: aborts, preemptions, priorities, common beginnings, many lengths."""
+    script = Path(__file__).parents[2] / "scripts" / "soak.py"
+    for options in (["--requests", "60"], ["--requests", "30", "--steps-per-replay", "8"]):
+        command = [sys.executable, str(script), str(tiny_engine), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert " 0 differ" in done.stdout
 
 
 def test_shared_prompts_cost_a_third(tiny_engine: Path) -> None:

@@ -1,0 +1,119 @@
+"""Mixed traffic against lone runs: `python scripts/soak.py ENGINE --requests 2000`.
+
+Requests of all lengths, many with common beginnings, run together with random aborts, preemptions
+and priorities. Each one's greedy tokens must equal those of its run alone, without prefix cache, up
+to the first position where the lone run's two best logits were closer than `--gap`; at most 1 % may
+meet one. Afterwards slots, pages and snapshots must balance. Exit code 1 if anything differs.
+`--first` and `--requests` choose a piece of one long list of requests.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from inkling_engine.runtime import Engine, SamplingParams
+from inkling_engine.runtime.requests import Choice, Request
+
+
+class Work(NamedTuple):
+    """One request of the list: its prompt, most tokens, and priority."""
+
+    prompt: list[int]
+    tokens: int
+    priority: int
+
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy, with the two best logprobs of each token."""
+        return SamplingParams(temperature=0, max_tokens=self.tokens, logprobs=2, detokenize=False)
+
+
+def make_work(engine: Engine, number: int) -> Work:
+    """Request `number` of the list, the same every time."""
+    draw, spec = random.Random(number), engine.spec
+    most = spec.max_context
+    tokens = draw.randint(1, min(100, most // 4))
+    length = int(2 ** draw.uniform(0, (most - tokens).bit_length() - 1))
+    family = random.Random(-1 - draw.randrange(8))
+    common = [family.randrange(3, spec.shape.real_vocab) for _ in range(draw.randint(0, length))]
+    own = [draw.randrange(3, spec.shape.real_vocab) for _ in range(length - len(common))]
+    return Work(common + own, tokens, draw.randrange(3))
+
+
+def run_mixed(engine: Engine, work: list[Work], crowd: int) -> list[Request]:
+    """Keep `crowd` requests under way; now and then abort one, or preempt one that runs."""
+    draw, requests, open_ones = random.Random(0), list[Request](), list[Request]()
+    while open_ones or len(requests) < len(work):
+        while len(open_ones) < crowd and len(requests) < len(work):
+            item = work[len(requests)]
+            requests.append(engine.submit(item.prompt, item.params, priority=item.priority))
+            open_ones.append(requests[-1])
+        engine.step()
+        running = [*engine.scheduler.prefilling, *engine.scheduler.decoding]
+        if running and draw.random() < 0.05:
+            engine.scheduler.preempt(draw.choice(running))
+        if draw.random() < 0.002:
+            engine.abort(draw.choice(open_ones))
+        open_ones = [request for request in open_ones if not request.finished]
+    while engine.step() or engine._ahead:  # what was begun ahead
+        pass
+    return requests
+
+
+def first_difference(found: Choice, wanted: Choice) -> int | None:
+    """The first position where two runs differ; what was aborted is compared as far as it went."""
+    pairs = zip(found.token_ids, wanted.token_ids, strict=False)
+    if (at := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
+        return at
+    same = len(found.token_ids) == len(wanted.token_ids) or found.finish_reason == "abort"
+    return None if same else min(len(found.token_ids), len(wanted.token_ids))
+
+
+def is_close(wanted: Choice, at: int, gap: float) -> bool:
+    """Whether the lone run's two best were within `gap` at a position up to `at`."""
+    tops = [item.top for item in (wanted.logprobs or ())[: at + 1]]
+    return any(top[0][1] - top[1][1] < gap for top in tops)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--requests", "count", default=2000, show_default=True)
+@click.option("--first", default=0, show_default=True, help="Number of the first request.")
+@click.option("--gap", default=1e-4, show_default=True)
+@click.option("--steps-per-replay", default=1, show_default=True)
+def main(folder: Path, count: int, first: int, gap: float, steps_per_replay: int) -> None:
+    """Compare mixed traffic with lone runs."""
+    start = time.perf_counter()
+    with Engine.load(folder, steps_per_replay=steps_per_replay) as engine:
+        work = [make_work(engine, number) for number in range(first, first + count)]
+        mixed = run_mixed(engine, work, 2 * engine.spec.max_running)
+        engine.scheduler.check()
+        seen, accounts = engine.scheduler, engine.scheduler.accounting()
+    seconds = time.perf_counter() - start
+    click.echo(f"mixed: {seconds:.1f} s, {seen.preemptions} preemptions")
+    click.echo(f"prompt tokens: {seen.fed_tokens} computed, {seen.cached_tokens} from the cache")
+    close = wrong = 0
+    with Engine.load(folder, prefix_cache=False) as engine:
+        for at, (item, request) in enumerate(zip(work, mixed, strict=True)):
+            wanted = engine.generate(item.prompt, item.params)[0].choices[0]
+            where = first_difference(found := request.completion().choices[0], wanted)
+            if where is not None and is_close(wanted, where, gap):
+                close += 1
+            elif where is not None:
+                wrong += 1
+                click.echo(f"request {first + at} differs at token {where}: {found.finish_reason}")
+            if at % 500 == 499:
+                click.echo(f"{at + 1} compared, {time.perf_counter() - start:.0f} s", err=True)
+    lost = [name for name, account in accounts.items() if account.live]
+    click.echo(f"{count} requests: {wrong} differ, {close} met a gap under {gap}; held: {lost}")
+    sys.exit(bool(wrong or lost or close > 0.01 * count))
+
+
+if __name__ == "__main__":
+    main()
