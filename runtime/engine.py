@@ -13,19 +13,19 @@ import asyncio
 import itertools
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from inkling_engine.runtime.collect import Collector
 from inkling_engine.runtime.deadlines import Deadlines
 from inkling_engine.runtime.encode import encode_params
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.loader import LoadOptions, load
-from inkling_engine.runtime.plan import Plan
+from inkling_engine.runtime.plan import Flight
 from inkling_engine.runtime.requests import (
     Completion,
     Delta,
@@ -43,15 +43,6 @@ from inkling_engine.runtime.tokens import TextStream
 if TYPE_CHECKING:
     from inkling_engine.runtime.binding import Loaded
     from inkling_engine.runtime.replay import Replayer, RunnerFactory
-
-
-class Flight(NamedTuple):
-    """A replay that has begun: its plan, first step's number, when, and what waits for its end."""
-
-    plan: Plan
-    step: int
-    began: float
-    wait: Callable[[], None]
 
 
 class Engine:

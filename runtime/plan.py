@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from inkling_engine.artifacts.spec import Bucket
 from inkling_engine.runtime.requests import PageLine, Sequence
@@ -31,6 +33,15 @@ class Plan:
     steps: int = 1
     sources: dict[int, int] = field(default_factory=dict)
     snapshots: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+
+
+class Flight(NamedTuple):
+    """A replay that has begun: its plan, first step's number, when, and what waits for its end."""
+
+    plan: Plan
+    step: int
+    began: float
+    wait: Callable[[], None]
 
 
 def page_lines(bucket: Bucket, page: int) -> int:
