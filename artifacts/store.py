@@ -61,7 +61,7 @@ def seal(staging: Path, manifest: Manifest, final: Path) -> Manifest:
     complete = _completed(manifest, _entries(staging))
     _write_manifest(staging, complete)
     for folder, _, _ in os.walk(staging):
-        _sync(Path(folder))
+        sync(Path(folder))
     try:
         os.rename(staging, final)
     except OSError as error:
@@ -69,7 +69,7 @@ def seal(staging: Path, manifest: Manifest, final: Path) -> Manifest:
             raise
         complete = _existing(final, complete)
         discard(staging)
-    _sync(final.parent)
+    sync(final.parent)
     return complete
 
 
@@ -135,8 +135,8 @@ def add_files(folder: Path, staging: Path, manifest: Manifest) -> Manifest:
         target = folder / entry.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / entry.path, target)
-        _sync(target.parent)
-    _sync(folder)
+        sync(target.parent)
+    sync(folder)
     _write_manifest(folder, complete)
     discard(staging)
     return complete
@@ -172,7 +172,7 @@ def _entries(folder: Path) -> tuple[FileEntry, ...]:
     for name in sorted(_paths(folder) - {MANIFEST}):
         path = folder / name
         assert path.is_file() and not path.is_symlink(), f"{path} is not a regular file"
-        _sync(path)
+        sync(path)
         entries.append(FileEntry(path=name, size=path.stat().st_size, sha256=file_digest(path)))
     return tuple(entries)
 
@@ -199,12 +199,12 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write beside the name, make durable, then take the name: readers see old or new."""
     scratch = folder / _SCRATCH
     scratch.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
-    _sync(scratch)
+    sync(scratch)
     os.replace(scratch, folder / MANIFEST)
-    _sync(folder)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file's or folder's content durable."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from inkling_engine.artifacts.errors import FailedError, UsageError
+from inkling_engine.artifacts.store import sync
 
 _SYNC_SECONDS: Final = 5.0
 
@@ -99,7 +100,7 @@ class Part:
         self.sync()
         require_absent(self._output)
         self.path.rename(self._output)
-        _sync_folder(self._output.parent)
+        sync(self._output.parent)
         self._owner.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -123,7 +124,7 @@ class Part:
                 stream.flush()
                 os.fsync(stream.fileno())
             new.rename(self._owner)
-            _sync_folder(self._owner.parent)
+            sync(self._owner.parent)
             return
         remedy = f"give the same again, or remove {self.path} to start over"
         try:
@@ -136,12 +137,3 @@ class Part:
             found = ", ".join(f"{name} {known.get(name)}" for name in names)
             wanted = ", ".join(f"{name} {identity.get(name)}" for name in names)
             raise UsageError("resume", f"a job of {found}", wanted, remedy)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force a folder's names to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,13 +15,12 @@ from typing import Literal
 
 import msgspec
 import torch
+from bench.work import one_rank
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape
 from inkling_engine.compile.export import Inputs, program_inputs
 from inkling_engine.compile.models.inkling import model
-from inkling_engine.compile.models.inkling.shape import preset
-from inkling_engine.compile.models.inkling.shard import rank_shape
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.compile.pools import pool_entries
 from inkling_engine.compile.steps import step
@@ -39,11 +38,7 @@ def rank_spec(
     name: str, tp: int, rows: int, context: int, chunk: int, layers: int | None
 ) -> EngineSpec:
     """The spec of one of `tp` ranks of the preset `name`, for `rows` requests of `context`."""
-    whole = preset(name)
-    assert whole is not None, f"no preset {name}"
-    shape = rank_shape(whole, tp)
-    cut = {"vocab": whole.vocab // tp, "real_vocab": min(whole.real_vocab, whole.vocab // tp)}
-    shape = msgspec.structs.replace(shape, **cut)
+    shape = one_rank(name, tp)
     if layers is not None:
         local = tuple(i for i in shape.local_layers if i < layers)
         shape = msgspec.structs.replace(shape, layers=layers, local_layers=local)

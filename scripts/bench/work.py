@@ -45,6 +45,15 @@ class Case:
     make: Callable[[], Work]
 
 
+def one_rank(model: str, tp: int) -> ModelShape:
+    """The preset `model` as one of `tp` ranks has it, its own part of the vocabulary included."""
+    whole = preset(model)
+    assert whole is not None, f"no preset {model}"
+    rows = whole.vocab // tp
+    real = min(whole.real_vocab, rows)
+    return msgspec.structs.replace(rank_shape(whole, tp), vocab=rows, real_vocab=real)
+
+
 @dataclass
 class Target:
     """Shapes of one rank out of `tp` of `model`, and the device that its tensors are made on."""
@@ -58,16 +67,13 @@ class Target:
     @cached_property
     def whole(self) -> ModelShape:
         """The whole model's shape."""
-        shape = preset(self.model)
-        assert shape is not None, f"no preset {self.model}"
-        return shape
+        return one_rank(self.model, 1)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """One rank's shape, with its own part of the vocabulary."""
-        rows = self.whole.vocab // self.tp
-        shape = rank_shape(self.whole, self.tp)
-        return msgspec.structs.replace(shape, vocab=rows, real_vocab=rows, eos_tokens=())
+        """One rank's shape, all of whose vocabulary counts as real."""
+        shape = one_rank(self.model, self.tp)
+        return msgspec.structs.replace(shape, real_vocab=shape.vocab, eos_tokens=())
 
     @cached_property
     def experts(self) -> list[tuple[Tensor, ...]]:

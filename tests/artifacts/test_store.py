@@ -152,7 +152,7 @@ def test_the_manifest_is_durable_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    real_sync, real_rename = store._sync, os.rename
+    real_sync, real_rename = store.sync, os.rename
 
     def sync(path: Path) -> None:
         done.append(path.name)
@@ -162,7 +162,7 @@ def test_the_manifest_is_durable_before_the_rename(
         done.append("rename")
         real_rename(source, target)
 
-    monkeypatch.setattr(store, "_sync", sync)
+    monkeypatch.setattr(store, "sync", sync)
     monkeypatch.setattr(os, "rename", rename)
     build(tmp_path / "engine")
     at = done.index("rename")

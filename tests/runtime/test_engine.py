@@ -12,23 +12,13 @@ from hypothesis import strategies as st
 from support.fake_spec import EOS, REAL_VOCAB, build_spec
 from support.fake_step import NON_FINITE_TOKEN, open_engine, run_oracle
 
+from inkling_engine.runtime.debug import poison_free
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.requests import Request
 from inkling_engine.runtime.sampling import SamplingParams
 
 SPEC = build_spec()
-
-
-def _poison_free(engine: Engine) -> None:
-    """Fill everything that nobody holds, slot 0 and page 0 included."""
-    scheduler = engine.scheduler
-    for slot in (0, *scheduler.holdings.slots.free, *scheduler.holdings.prefix.slots.free):
-        engine.pool.poison_slot(slot)
-    for page in (0, *scheduler.holdings.full_pages.free):
-        engine.pool.poison_page("full", page)
-    for page in (0, *scheduler.holdings.window_pages.free):
-        engine.pool.poison_page("window", page)
 
 
 def _assert_idle(engine: Engine) -> None:
@@ -81,7 +71,7 @@ def test_many_prompts_of_all_lengths_at_once() -> None:
         ]
         requests = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
         while not all(request.finished for request in requests):
-            _poison_free(engine)
+            poison_free(engine)
             engine.step()
         for request in requests:
             _assert_right(request)
@@ -122,10 +112,10 @@ def test_any_traffic_gives_solo_results(events: list[Event], running: int, pages
             elif kind == "abort" and requests:
                 engine.abort(requests[first % len(requests)])
             else:
-                _poison_free(engine)
+                poison_free(engine)
                 engine.step()
         while engine.scheduler.unfinished():
-            _poison_free(engine)
+            poison_free(engine)
             engine.step()
         for request in requests:
             _assert_right(request)
