@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.store import open_manifest
+from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.requests import Sequence as Row
@@ -65,7 +66,7 @@ def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) ->
     """
     if "steps_per_replay" not in load:
         spec = open_manifest(folder).spec
-        load["steps_per_replay"] = min(_STEPS, spec.pools.results, 2 * spec.page_size)
+        load["steps_per_replay"] = min(_STEPS, replay_steps(spec))
     load.setdefault("prefix_cache", False)  # the same prompts come again and again
     started = _process_age()
     with Engine.load(folder, **load) as engine, tracing(engine, trace):

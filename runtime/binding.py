@@ -83,7 +83,8 @@ def assemble(
     runner = make_runner(manifest, inputs)
     timings.update(getattr(runner, "timings", {}))
     rings = [pool.tensors["results_int"], pool.tensors["results_float"]]
-    results = _result_ring(*getattr(runner, "mirrors", rings))
+    ints, floats = getattr(runner, "mirrors", rings)
+    results = _result_ring(ints, floats, manifest.spec.spec_depth)
     replayer = runner if isinstance(runner, Replayer) else Loop(runner)
     if debug.active():
         replayer = debug.Checked(replayer, debug.address_check(inputs))
@@ -136,6 +137,7 @@ def _row_inputs(program: ProgramEntry, buffer: Tensor) -> RowInputs:
     return RowInputs(program, host_view(host), Upload(host, buffer))
 
 
-def _result_ring(ints: Tensor, floats: Tensor) -> ResultRing:
+def _result_ring(ints: Tensor, floats: Tensor, drafts: int) -> ResultRing:
     lines, rows, width = ints.shape
-    return ResultRing(host_view(ints).cast("i"), host_view(floats).cast("f"), (lines, rows, width))
+    views = host_view(ints).cast("i"), host_view(floats).cast("f")
+    return ResultRing(*views, (lines, rows, width), drafts)

@@ -93,7 +93,7 @@ class CapturedGraphs:
             with self.timings.phase("capture"):
                 for program in order:
                     self._capture(program.name, 1, memory)
-                    if steps > 1 and program.bucket.kind == "decode":
+                    if steps > 1 and program.bucket.kind != "extend":
                         self._capture(program.name, steps, memory)
             named["pools.step_counter"].zero_()  # warm-ups ran inert steps, which it counted
         self._stream.synchronize()

@@ -1,8 +1,8 @@
 """What a replay's results do to its sequences: tokens, text, and their ends.
 
-Result lines are read step by step. A sequence that has ended, on the device or by its text, takes
-nothing more from later lines: they are zeros, or tokens that the one-step loop would not have
-drawn. One that was preempted after a replay had begun takes that replay's tokens while it waits.
+Result lines are read step by step, and token by token: a round of drafting gives several. A sequence
+that has ended, on the device or by its text, takes nothing more from later tokens and lines: they are
+zeros, or tokens that the one-step loop would not have drawn. One that was preempted after a replay had begun takes that replay's tokens while it waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections import Counter
 from time import perf_counter
 from typing import Protocol
 
+from inkling_engine.kernels import table
 from inkling_engine.kernels.table import SAMPLE, Finish
+from inkling_engine.runtime.drafts import DraftStats
 from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import FinishReason, Request, Sequence, Status
 from inkling_engine.runtime.results import ResultRing
@@ -35,14 +37,14 @@ class StepObserver(Protocol):
 
 class Collector:
     """Hands results to sequences, and ends them; `tokens` counts what was sampled so far,
-    `finished` sequences by reason."""
+    `finished` sequences by reason, `drafts` what was drafted."""
 
     def __init__(
         self, results: ResultRing, scheduler: Scheduler, tokenizer: Tokenizer | None
     ) -> None:
         """Read from `results`, give back to `scheduler`, decode with `tokenizer`."""
         self._results, self._scheduler, self._tokenizer = results, scheduler, tokenizer
-        self.tokens = 0
+        self.tokens, self.drafts = 0, DraftStats.none(scheduler.drafts)
         self.finished: Counter[FinishReason] = Counter()
         self.observers: list[StepObserver] = []
 
@@ -51,6 +53,7 @@ class Collector:
         requests it ended."""
         ended, before = perf_counter(), self.tokens
         finished = self._read(plan, first)
+        self._scheduler.settle(plan)
         for observer in self.observers:
             observer(plan, began, ended, self.tokens - before)
         return finished
@@ -62,7 +65,7 @@ class Collector:
             places = self._results.rows(step, len(plan.sequences))
             for sequence, flag, at in zip(plan.sequences, plan.flags, places, strict=True):
                 if flag & SAMPLE and sequence.status is not Status.FINISHED:
-                    self._take(sequence, at)
+                    self._take(plan, sequence, at)
                     if sequence.finish_reason and sequence.request.finished:
                         finished.append(sequence.request)
         return finished
@@ -90,16 +93,29 @@ class Collector:
             sequence.text = self._tokenizer.decode(ids, skip_special_tokens=skip)
         sequence.finish(reason, stop_reason)
 
-    def _take(self, sequence: Sequence, at: int) -> None:
-        """Add the token at `at` of the result ring."""
-        slot, token, code = self._results.ints[at : at + 3]
+    def _take(self, plan: Plan, sequence: Sequence, at: int) -> None:
+        """Add the tokens of the line at `at` of the result ring, until one ends the sequence."""
+        slot, count, code, _, drafted = self._results.ints[at : at + table.RESULT_HEADER]
         assert slot == sequence.slot, "the result line belongs to another slot"
+        before, tokens = self.tokens, at + table.RESULT_HEADER
+        for index in range(count):
+            end = code if index == count - 1 else Finish.NONE
+            self._add(sequence, at, index, self._results.ints[tokens + index], end)
+            if sequence.finish_reason:
+                break
+        if drafted:
+            plan.drafted += drafted
+            ended = sequence.finish_reason is not None
+            self.drafts.add(drafted, self.tokens - before, ended=ended)
+
+    def _add(self, sequence: Sequence, at: int, index: int, token: int, code: int) -> None:
+        """Add token `index` of the line at `at`; a `code` says that it is the last one."""
         if code == Finish.NON_FINITE:
             self.finish(sequence, "error")
             return
         if sequence.logprobs is not None:
             top = sequence.params.logprobs or 0
-            sequence.logprobs.append(self._results.logprob(at, top))
+            sequence.logprobs.append(self._results.logprob(at, index, top))
         sequence.tokens.append(token)
         self.tokens += 1
         if code or sequence.stream:

@@ -20,6 +20,7 @@ def encode_params(sequence: Sequence, spec: EngineSpec) -> None:
     ints[table.MIN_TOKENS] = params.min_tokens
     ints[table.TOP_K] = max(params.top_k, 0)
     ints[table.TOP_LOGPROBS] = params.logprobs or 0
+    ints[table.DRAFT_LIMIT] = sequence.drafts
     ints[table.SEED_LOW] = _signed(sequence.seed & 0xFFFFFFFF)
     ints[table.SEED_HIGH] = _signed(sequence.seed >> 32)
     floats = [0.0] * table.FLOAT_HEADER

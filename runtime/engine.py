@@ -57,6 +57,7 @@ class Engine:
         self.scheduler = Scheduler(self.spec, loaded.steps, prefix_cache=prefix_cache)
         self._collector = Collector(loaded.results, self.scheduler, self.tokenizer)
         self.observers, self.finished = self._collector.observers, self._collector.finished
+        self.drafts = self._collector.drafts
         self.overlap = loaded.replayer.overlaps and 2 * loaded.steps <= self.spec.pools.results
         self._ahead: Flight | None = None
         self.steps = 0

@@ -4,6 +4,9 @@ Pages are taken as a sequence grows. Those of window layers sit in a ring of tab
 logical page gets a fresh physical one, and the sequence lets go of it when no later token can see
 it, so a page that the prefix cache keeps is never written again. A hit shares the cache's pages and
 begins behind them. Slot 0 and page 0 are never handed out.
+
+With drafting, keys and values of drafts lie K positions behind their tokens: pages are taken for K
+tokens more than there may be, and freed by how many there are at least.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ class Holdings:
     def __init__(self, spec: EngineSpec, chunk: int, steps: int, *, prefix_cache: bool) -> None:
         """All free; a replay adds at most `chunk` prompt tokens or `steps` others to a sequence."""
         pools, shape = spec.pools, spec.shape
-        self._chunk, self._steps, self._page = chunk, steps, spec.page_size
+        self._page, self._drafts = spec.page_size, spec.spec_depth
+        self._most_added = max(chunk, steps * (1 + self._drafts))
         self._past = shape.local.window - 1  # positions before a token that window layers read
         self._ring = pools.window_ring if shape.count(local=True) else 0
         self._has_full = shape.count(local=False) > 0
         whole = self._ring >= pools.table_width  # no two pages share an entry
-        assert not self._ring or whole or (self._ring - 1) * self._page >= self._past, "short ring"
+        least = self._past + 2 * self._drafts
+        assert not self._ring or whole or (self._ring - 1) * self._page >= least, "short ring"
+        assert self._drafts <= self._page, "a row's drafts take more page lines than there are"
         self.slots = Stock(1 + spec.max_running)
         self.full_pages, self.window_pages = Stock(pools.full_pages), Stock(pools.window_pages)
         self.prefix = PrefixIndex(spec, self.full_pages, self.window_pages, enabled=prefix_cache)
@@ -56,10 +62,10 @@ class Holdings:
             return False
         full = window = len(running)
         for other in running:
-            missing = max(0, -((other.capacity - len(other.feed)) // self._page))
+            missing = max(0, self._pages(len(other.feed)) - other.capacity // self._page)
             full, window = full + missing, window + min(missing, self._ring)
         most_full, most_window = self._most(sequence)
-        full += min(most_full, len(sequence.feed) // self._page + 1)
+        full += min(most_full, (len(sequence.feed) + self._drafts) // self._page + 1)
         window += most_window
         if hit:  # what others hold already is shared, what the cache alone holds is used up
             pages = self.prefix.pages(hit)
@@ -104,8 +110,9 @@ class Holdings:
     def leave(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds; what it computed may stay in the cache."""
         self.settle(sequence)
-        if sequence.pending:
-            self.prefix.remove(sequence.pending)
+        if snapshot := sequence.pending:
+            snapshot.pins = 0
+            self.prefix.remove(snapshot)
             sequence.pending = None
         self.read(sequence)
         for page in sequence.full_pages:
@@ -117,20 +124,28 @@ class Holdings:
         sequence.window_pages.clear()
         sequence.backlog.clear()
         sequence.length = sequence.capacity = sequence.window_first = sequence.quiet = 0
+        sequence.rounds = sequence.slack = 0
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that one replay may add: later pages would overwrite ring entries still read."""
-        end = (sequence.window_first + self._ring) * self._page
-        return end - sequence.length if self._ring else sequence.total
+        end = (sequence.window_first + self._ring) * self._page - self._drafts
+        return end - sequence.reach if self._ring else sequence.total
+
+    def fits(self, sequence: Sequence, length: int) -> bool:
+        """Whether there is room to grow to `length`."""
+        return length - sequence.reach <= self.room(sequence)
 
     def lines(self, sequence: Sequence, length: int) -> int:
         """How many page lines `grow` will make."""
-        pages = -(-length // self._page) - sequence.capacity // self._page
+        pages = self._pages(length) - sequence.capacity // self._page
         return max(0, pages) * (self._has_full + bool(self._ring))
 
     def can_grow(self, sequence: Sequence, length: int) -> bool:
-        """Make pages for `length` tokens free, if the cache can be made to let go of as many."""
-        pages = -(-length // self._page) - sequence.capacity // self._page
+        """Make pages for `length` tokens free, if there is room for them and the cache can be made to
+        let go of as many."""
+        pages = self._pages(length) - sequence.capacity // self._page
+        if not self.fits(sequence, length):
+            return False
         if self._has_full and self.full_pages.available < pages:
             return False
         if self._ring and self.window_pages.available < pages:
@@ -146,7 +161,7 @@ class Holdings:
     def grow(self, sequence: Sequence, length: int) -> Iterable[PageLine]:
         """Take the pages that `length` tokens need; the lines that map them."""
         slot, lines = sequence.slot, list[PageLine]()
-        for index in range(sequence.capacity // self._page, -(-length // self._page)):
+        for index in range(sequence.capacity // self._page, self._pages(length)):
             if self._has_full:
                 sequence.full_pages.append(page := self.full_pages.take())
                 lines.append((FULL_TABLE, slot, index, page))
@@ -158,12 +173,13 @@ class Holdings:
 
     def destinations(self, sequence: Sequence, length: int, most: int) -> list[int]:
         """Snapshot slots for the grid boundaries that growing to `length` crosses, at most `most`
-        of them; 0 where nothing is to be kept. Decoding takes one, and evicts none that was used."""
+        of them; 0 where nothing is to be kept. Decoding takes one, and evicts none that was used; it
+        waits on the device for the next boundary, so no boundary may lie where it may be already."""
         grid = self.prefix.grid
         boundaries = range((sequence.length // grid + 1) * grid, length + 1, grid)[:most]
         if sequence.length >= len(sequence.feed):
             self.settle(sequence)
-            if not boundaries or sequence.pending:
+            if not boundaries or sequence.pending or boundaries[0] <= sequence.reach:
                 return []
             slot = self.prefix.take_slot(gently=True)
             return [slot] if slot else []
@@ -189,6 +205,14 @@ class Holdings:
                 self.prefix.insert(snapshot, sequence.feed, sequence.full_pages)
             else:
                 sequence.pending = snapshot
+                snapshot.pins += bool(self._drafts)
+
+    def pass_boundary(self, sequence: Sequence) -> None:
+        """The least length has grown: a snapshot before it is written by what has begun, or never,
+        and until then its slot must not be another's."""
+        snapshot = sequence.pending
+        if snapshot and snapshot.pins and snapshot.length <= sequence.length:
+            self.prefix.unpin(snapshot)
 
     def settle(self, sequence: Sequence) -> None:
         """Enter a decoding sequence's snapshot if the tokens before it are known."""
@@ -196,6 +220,7 @@ class Holdings:
         if snapshot and not snapshot.slot:  # evicted meanwhile
             sequence.pending = None
         elif snapshot and snapshot.length < known:  # the token after it was drawn from it
+            snapshot.pins = 0
             tokens = [*sequence.prompt, *sequence.tokens]
             self.prefix.insert(snapshot, tokens, sequence.full_pages)
             sequence.pending = None
@@ -206,10 +231,10 @@ class Holdings:
             self.prefix.unpin(sequence.source)
             sequence.source = None
 
-    def quiet(self, sequence: Sequence, length: int) -> int:
-        """Up to which length a sequence that grows from `length` needs neither page nor snapshot."""
-        boundary = (length // self.prefix.grid + 1) * self.prefix.grid
-        return min(sequence.capacity, boundary - 1)
+    def quiet(self, sequence: Sequence) -> int:
+        """Up to which length a sequence that has grown needs neither page nor snapshot."""
+        boundary = (sequence.length // self.prefix.grid + 1) * self.prefix.grid
+        return min(sequence.capacity - self._drafts, boundary - 1)
 
     def free_window(self, sequence: Sequence) -> None:
         """Return window pages that the token at `length` and later ones cannot see."""
@@ -237,7 +262,10 @@ class Holdings:
 
     def _most(self, sequence: Sequence) -> tuple[int, int]:
         """Most pages of full and of window layers that the sequence holds at once."""
-        pages = -(-sequence.total // self._page)
-        chunk = max(min(sequence.total - 1, self._chunk), self._steps)
-        spanned = -(-(self._past + chunk - 1) // self._page) + 1
+        pages, added = self._pages(sequence.total), min(sequence.total - 1, self._most_added)
+        spanned = -(-(self._past + added + self._drafts - 1) // self._page) + 1
         return pages * self._has_full, min(pages, spanned, self._ring)
+
+    def _pages(self, length: int) -> int:
+        """Pages of `length` tokens, and of their drafts."""
+        return -(-(length + self._drafts) // self._page)

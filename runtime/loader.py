@@ -18,6 +18,7 @@ from inkling_engine.artifacts.compat import Environment, machine_memory, require
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import open_manifest, verify_files
 from inkling_engine.runtime import debug, probe
+from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
@@ -135,7 +136,7 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
             )
     if manifest.spec.tp != 1:
         _require_measuring(manifest.spec.tp, options)
-    most = min(manifest.spec.pools.results, 2 * manifest.spec.page_size)  # lines of a replay
+    most = replay_steps(manifest.spec)
     if not 1 <= options.steps_per_replay <= most:
         remedy = "choose fewer steps"
         raise UsageError("--steps-per-replay", options.steps_per_replay, f"1 to {most}", remedy)

@@ -19,7 +19,8 @@ class Plan:
     `pages` are (table, slot, index, page) lines; `snapshots` are sequences with the destinations of
     the grid boundaries that they cross; `sources` are rows that start from a snapshot, with its
     slot. Rows that go on from their last sampled token do so `steps` times; one that ends on the way
-    is inert for the rest.
+    is inert for the rest. Their count is 1; `drafted` counts the drafts that they verified beside,
+    once the results are known.
     """
 
     bucket: Bucket
@@ -31,6 +32,7 @@ class Plan:
     admissions: list[Sequence] = field(default_factory=list)
     pages: list[PageLine] = field(default_factory=list)
     steps: int = 1
+    drafted: int = 0
     sources: dict[int, int] = field(default_factory=dict)
     snapshots: list[tuple[Sequence, list[int]]] = field(default_factory=list)
 

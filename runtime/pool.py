@@ -55,7 +55,7 @@ class StatePool:
     def _check(self, manifest: Manifest) -> None:
         spec, sizes = manifest.spec, manifest.spec.pools
         assert sizes.slots == 1 + spec.max_running + sizes.snapshots
-        assert sizes.table_width * spec.page_size >= spec.max_context
+        assert sizes.table_width * spec.page_size >= spec.max_context + spec.spec_depth
         for name, pages in (("kv_full", sizes.full_pages), ("kv_window", sizes.window_pages)):
             assert self.tensors[name].shape[1] == pages, f"{name} does not have {pages} pages"
         for name in self._convs():

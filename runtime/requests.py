@@ -107,12 +107,14 @@ class Sequence:
     """One choice of a request. Compared by identity; `rank` orders those that compete.
 
     `feed` are the tokens to compute before the next one is sampled: the prompt and, after a
-    preemption, what was sampled before. `length` counts tokens whose state is in the pools, of
-    which `cached` came from the prefix cache; `full_pages[i]` is the physical page of logical page
-    i; `window_pages` are those of logical pages `window_first` and up; `capacity` is how many
+    preemption, what was sampled before. `length` counts tokens whose state is in the pools once all
+    replays that have begun are over, of which `cached` came from the prefix cache; with up to
+    `drafts` accepted drafts a round it is the least that it can be, as each of the `rounds` under way
+    gives one token, and `slack` more are possible. `full_pages[i]` is the physical page of logical
+    page i; `window_pages` are those of logical pages `window_first` and up; `capacity` is how many
     tokens the pages taken so far hold, and up to length `quiet` nothing is to be done for growth.
     Of a hit, `source` is the snapshot to start from and `backlog` has page lines still to be sent;
-    `pending` is a snapshot whose tokens are not known yet.
+    `pending` is a snapshot whose tokens are not known yet, pinned until it is sure to be written.
     """
 
     __slots__ = (
@@ -121,6 +123,7 @@ class Sequence:
         "backlog",
         "cached",
         "capacity",
+        "drafts",
         "feed",
         "finish_reason",
         "full_pages",
@@ -133,7 +136,9 @@ class Sequence:
         "quiet",
         "rank",
         "request",
+        "rounds",
         "seed",
+        "slack",
         "slot",
         "source",
         "status",
@@ -147,9 +152,12 @@ class Sequence:
         "window_pages",
     )
 
-    def __init__(self, request: Request, index: int, total: int, seed: int) -> None:
+    def __init__(
+        self, request: Request, index: int, total: int, seed: int, drafts: int = 0
+    ) -> None:
         """A waiting sequence of at most `total` tokens, prompt included, drawn with `seed`."""
         self.request, self.index, self.total, self.seed = request, index, total, seed
+        self.drafts, self.rounds, self.slack = drafts, 0, 0
         self.prompt, self.params = request.prompt, request.params
         self.rank = (request.priority, request.id, index)
         self.status = Status.WAITING
@@ -174,6 +182,21 @@ class Sequence:
     def max_tokens(self) -> int:
         """How many tokens may be generated."""
         return self.total - len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens yet to process, at most; the last one is sampled and never processed."""
+        return self.total - 1 - self.length
+
+    @property
+    def reach(self) -> int:
+        """The most that `length` can turn out to be."""
+        return min(self.length + self.slack, self.total - 1)
+
+    def ahead(self, steps: int, drafts: int) -> int:
+        """`reach` after `steps` more rounds with up to `drafts` drafts."""
+        width = 1 + min(drafts, self.drafts)
+        return min(self.length + self.slack + steps * width, self.total - 1)
 
     @property
     def most_cached(self) -> int:
@@ -317,10 +340,11 @@ def open_request(
         limit = f"at most {spec.max_context} (max_context)"
         raise UsageError("prompt + max_tokens", asked, limit, "shorten one of them")
     request = Request(request_id, prompt, params, priority)
-    base = seed if params.seed is None else params.seed
+    base, total = seed if params.seed is None else params.seed, len(prompt) + count
+    drafts = params.most_drafts(spec.spec_depth)
     for index in range(params.n):
-        total = len(prompt) + count
-        request.sequences.append(Sequence(request, index, total, choice_seed(base, index)))
+        sequence = Sequence(request, index, total, choice_seed(base, index), drafts)
+        request.sequences.append(sequence)
     return request
 
 

@@ -50,8 +50,9 @@ _INTEGERS: Final = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 2**31 - 1),
+    "max_drafts": (0, 2**31 - 1),
 }
-_OPTIONAL: Final = {"seed", "max_tokens", "logprobs"}
+_OPTIONAL: Final = {"seed", "max_tokens", "logprobs", "max_drafts"}
 _NUMBERS: Final = {
     "temperature": (0.0, _FLOAT32_MAX),
     "top_p": (math.ulp(0.0), 1.0),
@@ -87,7 +88,8 @@ class SamplingParams(metaclass=_ClosedFields):
     None is all that the context leaves. stop: strings that end the text; stop_token_ids: ids that
     end it, beside the model's own end tokens unless `ignore_eos`. min_tokens: no stop before.
     logprobs: None for none, else how many alternatives come with each chosen token's logprob;
-    both are of the model's raw distribution, before penalties, bias and temperature.
+    both are of the model's raw distribution, before penalties, bias and temperature. max_drafts: how
+    many guesses a round may verify, 0 for none; None is the engine's depth. Tokens do not depend on it.
     """
 
     n: int = 1
@@ -109,6 +111,7 @@ class SamplingParams(metaclass=_ClosedFields):
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    max_drafts: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value and bring the lists into one form."""
@@ -147,6 +150,10 @@ class SamplingParams(metaclass=_ClosedFields):
     def is_greedy(self) -> bool:
         """Whether the highest logit is always taken."""
         return self.temperature < GREEDY_BELOW
+
+    def most_drafts(self, depth: int) -> int:
+        """Drafts a round in an engine that drafts `depth` tokens."""
+        return depth if self.max_drafts is None else min(depth, self.max_drafts)
 
 
 def check_params(params: SamplingParams, spec: EngineSpec) -> None:

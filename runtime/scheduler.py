@@ -16,6 +16,7 @@ from operator import attrgetter
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
 from inkling_engine.runtime.capacity import Account
+from inkling_engine.runtime.drafts import begin_rounds, end_rounds
 from inkling_engine.runtime.holdings import Holdings
 from inkling_engine.runtime.plan import Plan, page_lines, smallest
 from inkling_engine.runtime.requests import Sequence, Status
@@ -31,8 +32,9 @@ class Scheduler:
         self.steps, self._page = steps, spec.page_size
         by_size = sorted(spec.buckets, key=lambda bucket: (bucket.tokens, bucket.rows))
         self._extends = [bucket for bucket in by_size if bucket.kind == "extend"]
-        self._decodes = [bucket for bucket in by_size if bucket.kind == "decode"]
+        self._decodes = [bucket for bucket in by_size if bucket.kind != "extend"]
         assert self._extends and self._decodes, "an engine has extend and decode buckets"
+        self.drafts = self._decodes[-1].drafts
         longest = self._extends[-1].tokens
         self._destinations = (longest - 1) // spec.snapshot_grid + 1  # width of a snapshot line
         self.holdings = Holdings(spec, longest, steps, prefix_cache=prefix_cache)
@@ -59,7 +61,7 @@ class Scheduler:
         """
         assert self._in_flight is None, "the last replay is not completed"
         self._short = False
-        going = [sequence for sequence in self.decoding if _left(sequence)]
+        going = [sequence for sequence in self.decoding if sequence.left]
         turns = (self._decode, self._extend) if self._owed else (self._extend, self._decode)
         plan = turns[0](going) or turns[1](going)
         self._in_flight = plan
@@ -74,13 +76,19 @@ class Scheduler:
         for sequence in plan.admissions:
             self.holdings.read(sequence)
         for sequence, count in zip(plan.sequences, plan.counts, strict=True):
-            count = min(count * plan.steps, _left(sequence))
-            length = sequence.length = sequence.length + count
+            length = sequence.length = sequence.length + min(count * plan.steps, sequence.left)
             if length == len(sequence.feed):
                 self.prefilling.remove(sequence)
                 insort(self.decoding, sequence, key=_RANK)
             if length >= sequence.window_end:
                 self.holdings.free_window(sequence)
+        if self.drafts:
+            begin_rounds(plan, self.holdings)
+
+    def settle(self, plan: Plan) -> None:
+        """The results of a replay were handed out: what its rounds gave is known."""
+        if self.drafts:
+            end_rounds(plan, self.holdings)
 
     def release(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds, or its place in the queue. Not before `complete`."""
@@ -143,8 +151,7 @@ class Scheduler:
             rows, self._owed = self._owed[: most.rows], self._owed[most.rows :]
             plan = Plan(most)
             if self.steps > 1 and not (self.waiting or self.prefilling):
-                room = self.holdings.room
-                fits = all(room(row) >= min(self.steps, _left(row)) for row in rows)
+                fits = all(self.holdings.fits(s, s.ahead(self.steps, most.drafts)) for s in rows)
                 plan.steps = self.steps if fits else 1
             self._add_decoding(plan, rows)
             if plan.slots:
@@ -207,9 +214,10 @@ class Scheduler:
 
     def _add_decoding(self, plan: Plan, rows: list[Sequence]) -> None:
         """Add one-token rows that go on from their last sampled token, if there are pages."""
-        steps, ready = plan.steps, []
+        steps, drafts, ready = plan.steps, plan.bucket.drafts, []
+        one = steps == 1 and not self.drafts
         for sequence in rows:
-            length = sequence.length + (1 if steps == 1 else min(steps, _left(sequence)))
+            length = sequence.length + 1 if one else sequence.ahead(steps, drafts)
             if length <= sequence.quiet or self._prepare(plan, sequence, length):
                 ready.append(sequence)
         count = len(ready)
@@ -223,6 +231,8 @@ class Scheduler:
         """Pages and snapshot destinations to grow to `length`; False if others must end first."""
         while sequence.status is Status.RUNNING and not self.holdings.can_grow(sequence, length):
             self._short = True
+            if sequence.slack:  # perhaps it needs less: its results will tell
+                return False
             worse = (s for s in self.prefilling + self.decoding if s.rank > sequence.rank)
             victims = [s for s in worse if s not in plan.sequences]
             if not victims:
@@ -233,7 +243,7 @@ class Scheduler:
         plan.pages += self.holdings.grow(sequence, length)
         if slots := self.holdings.destinations(sequence, length, self._destinations):
             plan.snapshots.append((sequence, slots))
-        sequence.quiet = self.holdings.quiet(sequence, length)
+        sequence.quiet = self.holdings.quiet(sequence)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
@@ -242,8 +252,3 @@ class Scheduler:
         sequence.wait()
         self.add(sequence)
         self.preemptions += 1
-
-
-def _left(sequence: Sequence) -> int:
-    """Tokens that a sequence has yet to process; its last one is sampled and never processed."""
-    return sequence.total - 1 - sequence.length

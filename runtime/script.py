@@ -57,8 +57,8 @@ class Script:
         that all decode.
         """
         chosen = [(_sequence(row), count) for row, count in rows]
-        kind = "extend" if any(s.length < len(s.feed) for s, _ in chosen) else "decode"
-        fitting = self._fitting(kind, sum(count for _, count in chosen), len(chosen))
+        extends = any(s.length < len(s.feed) for s, _ in chosen)
+        fitting = self._fitting(extends, sum(count for _, count in chosen), len(chosen))
         plan = Plan(bucket or fitting[0], steps=steps)
         for sequence, count in chosen:
             self._add(plan, sequence, count)
@@ -66,17 +66,18 @@ class Script:
         plan.bucket = bucket or next(b for b in fitting if page_lines(b, page) >= pages)
         enough = page_lines(plan.bucket, page) >= pages
         assert plan.bucket in fitting and enough, "a small bucket"
-        assert steps == 1 or plan.bucket.kind == "decode", "replays of several steps only decode"
-        if plan.bucket.kind == "decode":
+        decodes = plan.bucket.kind != "extend"
+        assert steps == 1 or decodes, "replays of several steps only decode"
+        if decodes:
             plan.tokens.clear()
         self._planned = plan
         return self._engine.step()
 
-    def _fitting(self, kind: str, tokens: int, rows: int) -> list[Bucket]:
+    def _fitting(self, extends: bool, tokens: int, rows: int) -> list[Bucket]:
         """Buckets that hold the rows, smallest first; an extend one also serves rows that decode."""
-        order = sorted(self._engine.spec.buckets, key=lambda b: (b.kind != kind, b.tokens, b.rows))
-        kinds = ("extend",) if kind == "extend" else ("extend", "decode")
-        found = [b for b in order if b.kind in kinds and b.tokens >= tokens and b.rows >= rows]
+        buckets = [b for b in self._engine.spec.buckets if b.kind == "extend" or not extends]
+        order = sorted(buckets, key=lambda b: (b.kind == "extend", b.tokens, b.rows))
+        found = [b for b in order if b.tokens >= tokens and b.rows >= rows]
         assert found, f"no bucket holds {rows} rows with {tokens} tokens"
         return found
 
@@ -86,7 +87,7 @@ class Script:
         assert sequence.status is not Status.FINISHED, "the sequence has ended"
         if sequence.length >= len(sequence.feed):
             assert count == 1, f"a row that decodes takes 1 token, not {count}"
-            assert sequence.length < sequence.total - 1, "the sequence has no token left"
+            assert sequence.left > 0, "the sequence has no token left"
             scheduler._add_decoding(plan, [sequence])
             assert plan.sequences[-1:] == [sequence], "there is no page for the sequence"
             return

@@ -28,6 +28,7 @@ from inkling_engine.artifacts.spec import (
     ModelShape,
     PoolSizes,
     SamplingLimits,
+    StepKind,
 )
 from inkling_engine.compile.models import inkling
 from inkling_engine.kernels import table
@@ -76,9 +77,13 @@ def build_spec(
     extends: Sequence[tuple[int, int]] = ((8, 2), (16, 4)),
     results: int = 2,
     snapshots: int = 0,
+    drafts: int = 0,
 ) -> EngineSpec:
-    """A spec of `running` slots with decode buckets of these rows, extend ones of (tokens, rows)."""
-    buckets = [Bucket(kind="decode", rows=rows, tokens=rows) for rows in decodes]
+    """A spec of `running` slots with decode buckets of these rows (verify ones with `drafts`), extend
+    ones of (tokens, rows)."""
+    kind: StepKind = "verify" if drafts else "decode"
+    width = 1 + drafts
+    buckets = [Bucket(kind=kind, rows=n, tokens=n * width, drafts=drafts) for n in decodes]
     buckets += [Bucket(kind="extend", rows=rows, tokens=tokens) for tokens, rows in extends]
     return EngineSpec(
         model="fake",
@@ -91,14 +96,14 @@ def build_spec(
         max_running=running,
         page_size=PAGE,
         snapshot_grid=GRID,
-        spec_depth=0,
+        spec_depth=drafts,
         buckets=tuple(buckets),
         pools=PoolSizes(
             slots=1 + running + snapshots,
             snapshots=snapshots,
             full_pages=full_pages,
             window_pages=window_pages,
-            table_width=16,
+            table_width=-(-(64 + drafts) // PAGE),
             window_ring=ring,
             results=results,
         ),
@@ -113,7 +118,7 @@ def _destinations(spec: EngineSpec) -> int:
 def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
     sizes, limits, lines = spec.pools, spec.limits, 1 + spec.max_running
     rows = max(bucket.rows for bucket in spec.buckets)
-    bias = limits.bias_ids
+    bias, places = limits.bias_ids, (1 + spec.spec_depth) * (1 + limits.top_logprobs)
     ints = {
         "request_state": (lines, table.STATE_WIDTH),
         "request_ints": (lines, table.INT_HEADER + limits.stop_ids + bias),
@@ -122,14 +127,15 @@ def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
         "window_table": (lines, sizes.window_ring),
         "snapshot_slots": (lines, _destinations(spec)),
         "snapshot_lengths": (sizes.slots,),
-        "results_int": (sizes.results, rows, table.RESULT_HEADER + limits.top_logprobs),
+        "draft_tokens": (lines, max(spec.spec_depth, 1)),
+        "results_int": (sizes.results, rows, table.RESULT_HEADER + places),
     }
     floats = {
         "kv_full": (1, sizes.full_pages, 2, 1, PAGE, 2),
         "kv_window": (1, sizes.window_pages, 2, 1, PAGE, 2),
         "conv_attn": (2, sizes.slots, 3, 4),
         "request_floats": (lines, table.FLOAT_HEADER + bias),
-        "results_float": (sizes.results, rows, table.RESULT_FLOAT_HEADER + limits.top_logprobs),
+        "results_float": (sizes.results, rows, places),
     }
     return (
         *(TensorEntry(name=name, dtype="int32", shape=shape) for name, shape in ints.items()),
