@@ -35,7 +35,6 @@ class Holdings:
         whole = self._ring >= pools.table_width  # no two pages share an entry
         least = self._past + 2 * self._drafts
         assert not self._ring or whole or (self._ring - 1) * self._page >= least, "short ring"
-        assert self._drafts <= self._page, "a row's drafts take more page lines than there are"
         self.slots = Stock(1 + spec.max_running)
         self.full_pages, self.window_pages = Stock(pools.full_pages), Stock(pools.window_pages)
         self.prefix = PrefixIndex(spec, self.full_pages, self.window_pages, enabled=prefix_cache)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.artifacts.spec import Bucket, EngineSpec
 from inkling_engine.runtime.requests import PageLine, Sequence
 
 
@@ -46,13 +46,15 @@ class Flight(NamedTuple):
     wait: Callable[[], None]
 
 
-def page_lines(bucket: Bucket, page: int) -> int:
-    """How many page lines a replay takes: those of its tokens, in two tables, and two a row more."""
-    return 2 * (bucket.tokens // page + 2 * bucket.rows)
+def page_lines(bucket: Bucket, spec: EngineSpec) -> int:
+    """How many page lines a replay takes: those of its tokens and drafts, in two tables, and two a row
+    more."""
+    ahead = bucket.rows * spec.spec_depth
+    return 2 * ((bucket.tokens + ahead) // spec.page_size + 2 * bucket.rows)
 
 
-def smallest(buckets: list[Bucket], plan: Plan, page: int) -> Bucket:
+def smallest(buckets: list[Bucket], plan: Plan, spec: EngineSpec) -> Bucket:
     """The first of `buckets`, sorted by size, that holds the plan; the last one always does."""
     tokens, rows, lines = sum(plan.counts), len(plan.slots), len(plan.pages)
     fits = (b for b in buckets if b.tokens >= tokens and b.rows >= rows)
-    return next(b for b in fits if page_lines(b, page) >= lines)
+    return next(b for b in fits if page_lines(b, spec) >= lines)

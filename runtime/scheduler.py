@@ -29,7 +29,7 @@ class Scheduler:
 
     def __init__(self, spec: EngineSpec, steps: int = 1, *, prefix_cache: bool = True) -> None:
         """Set up from an engine's buckets and pool sizes; `steps` is the most of one replay."""
-        self.steps, self._page = steps, spec.page_size
+        self.steps, self._spec = steps, spec
         by_size = sorted(spec.buckets, key=lambda bucket: (bucket.tokens, bucket.rows))
         self._extends = [bucket for bucket in by_size if bucket.kind == "extend"]
         self._decodes = [bucket for bucket in by_size if bucket.kind != "extend"]
@@ -63,7 +63,7 @@ class Scheduler:
         self._short = False
         going = [sequence for sequence in self.decoding if sequence.left]
         turns = (self._decode, self._extend) if self._owed else (self._extend, self._decode)
-        plan = turns[0](going) or turns[1](going)
+        plan = turns[0](going) or turns[1](going) or self._decode(going)  # of the next round
         self._in_flight = plan
         return plan
 
@@ -136,11 +136,11 @@ class Scheduler:
             budget -= count
         if not (plan.slots or plan.pages):
             return None
-        spare = (page_lines(largest, self._page) - len(plan.pages)) // 2
+        spare = (page_lines(largest, self._spec) - len(plan.pages)) // 2
         last = first + min(budget, largest.rows - len(plan.slots), max(0, spare))
         self._add_decoding(plan, going[first:last])
         self._owed = [sequence for sequence in going[last:] if sequence.status is Status.RUNNING]
-        plan.bucket = smallest(self._extends, plan, self._page)
+        plan.bucket = smallest(self._extends, plan, self._spec)
         return plan
 
     def _decode(self, going: list[Sequence]) -> Plan | None:
@@ -156,7 +156,7 @@ class Scheduler:
             self._add_decoding(plan, rows)
             if plan.slots:
                 plan.tokens.clear()
-                plan.bucket = smallest(self._decodes, plan, self._page)
+                plan.bucket = smallest(self._decodes, plan, self._spec)
                 return plan
         return None
 
@@ -185,7 +185,7 @@ class Scheduler:
         The page lines of a long hit may be more than a replay takes: then they go ahead in parts.
         """
         largest, feed, start = self._extends[-1], sequence.feed, sequence.length
-        lines = max(0, page_lines(largest, self._page) - len(plan.pages) - 2 * riders)
+        lines = max(0, page_lines(largest, self._spec) - len(plan.pages) - 2 * riders)
         if sequence.status is not Status.RUNNING:  # preempted for a row of this plan
             return 0
         plan.pages += (sent := sequence.backlog[:lines])

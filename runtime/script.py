@@ -62,9 +62,9 @@ class Script:
         plan = Plan(bucket or fitting[0], steps=steps)
         for sequence, count in chosen:
             self._add(plan, sequence, count)
-        page, pages = self._engine.spec.page_size, len(plan.pages)
-        plan.bucket = bucket or next(b for b in fitting if page_lines(b, page) >= pages)
-        enough = page_lines(plan.bucket, page) >= pages
+        spec, pages = self._engine.spec, len(plan.pages)
+        plan.bucket = bucket or next(b for b in fitting if page_lines(b, spec) >= pages)
+        enough = page_lines(plan.bucket, spec) >= pages
         assert plan.bucket in fitting and enough, "a small bucket"
         decodes = plan.bucket.kind != "extend"
         assert steps == 1 or decodes, "replays of several steps only decode"

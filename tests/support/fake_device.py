@@ -14,7 +14,8 @@ from support.fake_spec import GRID, PAGE, WINDOW
 
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.kernels.table import FROM_TABLE, FULL_TABLE, SAMPLE
-from inkling_engine.runtime.plan import Plan
+from inkling_engine.runtime.plan import Plan, page_lines
+from inkling_engine.runtime.prefix import Snapshot
 from inkling_engine.runtime.requests import Sequence, Status, open_request
 from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.scheduler import Scheduler
@@ -145,8 +146,10 @@ class Device:
         )
         assert [sequence.slot for sequence in plan.sequences] == plan.slots
         assert set(map(id, plan.admissions)) <= set(map(id, plan.sequences))
-        updates = 2 * (plan.bucket.tokens // PAGE + 2 * plan.bucket.rows)
-        assert len(plan.pages) <= updates and len(plan.admissions) <= plan.bucket.rows
+        assert (
+            len(plan.pages) <= page_lines(plan.bucket, self.spec)
+            and len(plan.admissions) <= plan.bucket.rows
+        )
         assert len(plan.snapshots) <= plan.bucket.rows
         if plan.bucket.kind == "extend":
             assert len(plan.tokens) == sum(plan.counts) and plan.steps == 1
@@ -258,4 +261,19 @@ class Device:
                 assert s.length <= self.lengths[s] <= s.reach, "a length out of its bounds"
             most = s.total + self.spec.spec_depth
             assert len(s.full_pages) * PAGE < most + PAGE, "no more than was promised"
+        prefix = self.holdings.prefix
+        for snapshot in (*prefix._fresh, *prefix._used):
+            if snapshot.block:
+                assert self.snapshots[snapshot.slot] == _tokens(snapshot), (
+                    "another state is entered"
+                )
         self.scheduler.check()
+
+
+def _tokens(snapshot: Snapshot) -> State:
+    """The tokens that a snapshot in the tree says it is the state of."""
+    parts, block = list[State](), snapshot.block
+    while block is not None:
+        parts.append(block.tokens)
+        block = block.parent
+    return tuple(itertools.chain(*reversed(parts)))
