@@ -47,10 +47,15 @@ def is_filtered(ints, floats):
 
 
 @triton.jit
-def place_of(s, sample_rows, token_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """Row and packed token behind which sample `s` stands."""
+def place_of(
+    s, sample_rows, token_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr
+):
+    """Row and packed token of sample `s`; without drafts it is row `s`, which needs no look."""
     at = tl.minimum(tl.maximum(tl.load(sample_rows + s), 0), TOKENS - 1)
-    return tl.minimum(tl.maximum(tl.load(token_rows + at), 0), ROWS - 1), at
+    row = s
+    if DRAFTS > 0:
+        row = tl.minimum(tl.maximum(tl.load(token_rows + at), 0), ROWS - 1)
+    return row, at
 
 
 @triton.jit
@@ -70,7 +75,7 @@ def scan_kernel(
     chunk, s = tl.program_id(0), tl.program_id(1)
     if tl.load(emits + s) == 0:
         return
-    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS)
+    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
     begin = tl.load(starts + row)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
@@ -215,7 +220,8 @@ def draw(
 def pick_kernel(
     logits, request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows, emits,
     scaled, maxima, sums, best, top_keys, chosen_tokens, logprobs, top_tokens, top_logprobs,
-    LINES: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr,
+    LINES: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +242,7 @@ def pick_kernel(
 
     best_key = tl.max(keys, axis=0)
     token = index_of(best_key)
-    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS)
+    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     line = s.to(tl.int64) * VOCAB
@@ -306,8 +312,9 @@ def sample(
     )  # fmt: skip
     launchable(pick_kernel)[(samples,)](
         logits, request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows,
-        emits, scaled, maxima, sums, best, top_keys, chosen, logprobs, top_tokens, top_logprobs, **sizes, TOP=top, CHUNK=chunk,
-        CHUNKS=chunks, LANES=triton.next_power_of_2(chunks),
+        emits, scaled, maxima, sums, best, top_keys, chosen, logprobs, top_tokens, top_logprobs,
+        **sizes, TOP=top, DRAFTS=drafts, CHUNK=chunk, CHUNKS=chunks,
+        LANES=triton.next_power_of_2(chunks),
         TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
         UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
     )  # fmt: skip
