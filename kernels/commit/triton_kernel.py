@@ -159,12 +159,12 @@ def commit_kernel(
     tl.store(floats + place, tl.where(kept, logprob, 0.0), mask=laid)
     for i in range(0, MOST * TOP, TOP_LANES):
         column = i + tl.arange(0, TOP_LANES)[None, :]
-        mask = column < emitted[:, None] * TOP
-        best = tl.load(top_tokens + first[:, None] * TOP + column, mask=mask, other=0)
-        values = tl.load(top_logprobs + first[:, None] * TOP + column, mask=mask, other=0.0)
-        mask = within[:, None] & (column < MOST * TOP)
-        tl.store(out + MOST + column, best, mask=mask)
-        tl.store(floats + MOST + column, values, mask=mask)
+        cell, known = first[:, None] * TOP + column, column < emitted[:, None] * TOP
+        best = tl.load(top_tokens + cell, mask=known, other=0)
+        values = tl.load(top_logprobs + cell, mask=known, other=0.0)
+        room = within[:, None] & (column < MOST * TOP)
+        tl.store(out + MOST + column, best, mask=room)
+        tl.store(floats + MOST + column, values, mask=room)
 
 
 def commit(

@@ -77,13 +77,12 @@ def apply_lines(
     live = (slot > 0) & (slot < LINES)
     copied(admit_ints, request_ints, live, slot, ADMIT_HEADER, INTS, INT_LANES)
     copied(admit_floats, request_floats, live, slot, 0, FLOATS, FLOAT_LANES)
-    zero, column = tl.zeros_like(slot), tl.arange(0, STATE_WIDTH)[None, :]
     length = tl.load(admission + ADMIT_LENGTH, mask=live, other=0)
     generated = tl.load(admission + ADMIT_GENERATED, mask=live, other=0)
-    values = tl.where(column == LENGTH, length[:, None], 0)
-    values = tl.where(column == GENERATED, generated[:, None], values)
-    state = request_state + slot.to(tl.int64)[:, None] * STATE_WIDTH + column
-    tl.store(state, values, mask=live[:, None])
+    state, zero = request_state + slot.to(tl.int64) * STATE_WIDTH, tl.zeros_like(slot)
+    for i in tl.static_range(STATE_WIDTH):
+        value = length if i == LENGTH else generated if i == GENERATED else zero
+        tl.store(state + i, value, mask=live)
     column = tl.arange(0, WAITING_LANES)
     waiting = snapshot_slots + slot.to(tl.int64)[:, None] * WAITING + column[None, :]
     cleared = live[:, None] & (column < WAITING)[None, :]
