@@ -18,6 +18,7 @@ from inkling_engine.artifacts.golden import Golden, GoldenCase
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, StepKind
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
+from inkling_engine.kernels import table
 
 NEW_TOKENS = 8
 MARGIN = {"float32": 1e-3, "bfloat16": 0.25}
@@ -69,7 +70,7 @@ def _record_case(
         if best[0] - best[1] < MARGIN[spec.dtype]:
             break
         ints, floats = machine.results(1)
-        tokens.append(int(ints[0, 1]))
+        tokens.append(int(ints[0, table.RESULT_HEADER]))
         logprobs.append(float(floats[0, 0]))
         chunk = Chunk(slot=1, start=chunk.start + chunk.count)
     return GoldenCase(list(prompt), tokens, logprobs)

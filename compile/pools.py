@@ -106,13 +106,14 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
         "window_table": (lines, sizes.window_ring),
         "snapshot_slots": (lines, _most_destinations(spec)),
         "snapshot_lengths": (sizes.slots,),
-        "results_int": (sizes.results, rows, table.RESULT_HEADER + top),
+        "draft_tokens": (lines, 1),
+        "results_int": (sizes.results, rows, table.RESULT_HEADER + 1 + top),
         "rank": (4,),
     }
     entries = [TensorEntry(name=n, dtype="int32", shape=s) for n, s in ints.items()]
     floats: dict[str, tuple[int, ...]] = {
         "request_floats": (lines, float_columns(spec)),
-        "results_float": (sizes.results, rows, table.RESULT_FLOAT_HEADER + top),
+        "results_float": (sizes.results, rows, 1 + top),
     }
     entries += [TensorEntry(name=n, dtype="float32", shape=s) for n, s in floats.items()]
     wide = {"step_counter": (4,), "peers": (MAX_WORLD,)}

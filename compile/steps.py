@@ -26,7 +26,9 @@ TABLE_POOLS = (
     "window_table",
     "snapshot_slots",
     "snapshot_lengths",
+    "draft_tokens",
 )
+NO_DRAFTS = 0
 ROW_INPUTS = (
     "row_slots",
     "row_counts",
@@ -55,6 +57,7 @@ def step(
             spec.page_size,
             spec.snapshot_grid,
             destinations(spec, bucket),
+            NO_DRAFTS,
         )
     )
     decoder = Decoder(spec.shape, weights, pools, meta, spec.tp)
@@ -73,13 +76,17 @@ def _sample_and_commit(
         pools["request_state"],
         pools["request_ints"],
         pools["request_floats"],
+        meta.tokens,
+        meta.token_rows,
         meta.slots,
         meta.starts,
         meta.lengths,
+        meta.sample_rows,
         meta.emits,
         limits.stop_ids,
         limits.bias_ids,
         limits.top_logprobs,
+        NO_DRAFTS,
     )
     commit(
         pools["request_state"],
@@ -87,10 +94,17 @@ def _sample_and_commit(
         pools["results_int"],
         pools["results_float"],
         pools["step_counter"],
+        pools["snapshot_slots"],
+        pools["snapshot_lengths"],
         pools["request_ints"],
         *chosen,
+        meta.tokens,
         meta.slots,
         meta.starts,
+        meta.lengths,
         meta.emits,
+        meta.destination_slots,
+        meta.destination_offsets,
         limits.stop_ids,
+        NO_DRAFTS,
     )

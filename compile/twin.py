@@ -27,6 +27,7 @@ from inkling_engine.kernels.state import random_weight
 SMALL_BYTES = 1 << 30
 STEPS = 3
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0}
+CHOICE = table.RESULT_HEADER + 1  # up to the sampled token
 DEVICE_COLUMNS = [table.LENGTH, table.GENERATED, table.FINISH]  # whatever token was sampled
 
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -161,9 +162,9 @@ def _compare_choices(where: str, eager: Machine, compiled: Machine, logits: Tens
     clear = (best[:, 0] - best[:, 1]) > 4 * TOLERANCE[eager.spec.dtype] * best.abs().max()
     temperature = eager.pools["request_floats"].cpu()[ints[:, 0].long(), 0]
     for row in range(rows):
-        same = torch.equal(found[row, :4], ints[row, :4])
+        same = torch.equal(found[row, :CHOICE], ints[row, :CHOICE])
         if clear[row] and temperature[row] == 0 and not same:
             raise FailedError(
-                "gate twin", f"{where} row {row}: {found[row, :4].tolist()}",
-                f"{ints[row, :4].tolist()}", "report this",
+                "gate twin", f"{where} row {row}: {found[row, :CHOICE].tolist()}",
+                f"{ints[row, :CHOICE].tolist()}", "report this",
             )  # fmt: skip
