@@ -80,7 +80,7 @@ def define(
 def _define_triton(op: Op) -> None:
     """Register the op's launches as a `triton_op`, whose schema comes from a Python signature."""
     schema = torch._C.parse_schema(f"{NAMESPACE}::{op.schema}")
-    kinds = {"Tensor": Tensor, "int": int, "float": float}
+    kinds = {"Tensor": Tensor, "int": int, "float": float, "bool": bool}
     parameters = [
         inspect.Parameter(
             argument.name,

@@ -8,6 +8,11 @@ from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.commit import commit
+from inkling_engine.kernels.draft_commit import draft_commit
+from inkling_engine.kernels.draft_gather import draft_gather
+from inkling_engine.kernels.draft_input import draft_input
+from inkling_engine.kernels.draft_metadata import draft_metadata
+from inkling_engine.kernels.draft_sample import draft_sample
 from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
@@ -33,4 +38,9 @@ OPS: Final[tuple[Op, ...]] = (
     head,
     sample,
     commit,
+    draft_metadata,
+    draft_gather,
+    draft_input,
+    draft_sample,
+    draft_commit,
 )

@@ -8,12 +8,13 @@ by the host, through the same admission lines.
 from enum import IntEnum
 from typing import Final
 
-# request_state [slots, 4] int32, device-owned
+# request_state [slots, STATE_WIDTH] int32, device-owned
 LENGTH: Final = 0  # tokens whose state is in the pools
 LAST_TOKEN: Final = 1  # sampled, not yet processed
 GENERATED: Final = 2  # sampled tokens so far
 FINISH: Final = 3  # a Finish code; non-zero makes the row inert
-STATE_WIDTH: Final = 4
+DRAFTS: Final = 4  # valid drafts: guesses of the tokens behind LAST_TOKEN, in draft_tokens
+STATE_WIDTH: Final = 8
 
 # request_ints [slots, INT_HEADER + stop_ids + bias_ids] int32, host-owned
 PROMPT_LENGTH: Final = 0
@@ -23,7 +24,9 @@ TOP_K: Final = 3  # 0 = off
 SEED_LOW: Final = 4
 SEED_HIGH: Final = 5
 TOP_LOGPROBS: Final = 6  # most likely tokens that are wanted beside each sampled one
-INT_HEADER: Final = 8  # then the stop ids, then the ids of the logit bias
+DRAFT_LIMIT: Final = 7  # most drafts a round; 0 = none
+FORCE_ACCEPT: Final = 8  # 0 = off, else 1 + low + 16 * high: drafts accepted in even, odd rounds
+INT_HEADER: Final = 10  # then the stop ids, then the ids of the logit bias
 
 # request_floats [slots, FLOAT_HEADER + bias_ids] float32, host-owned
 TEMPERATURE: Final = 0  # 0 = greedy
@@ -53,9 +56,14 @@ FROM_TABLE: Final = 2  # the row's one token is LAST_TOKEN, not an entry of toke
 # token_counts [slots, real_vocab] int32: times sampled, plus PROMPT_SEEN if in the prompt
 PROMPT_SEEN: Final = 1 << 30
 
-# results_int lines: slot, token, finish, length, then the top tokens; results_float: chosen, then top
-RESULT_HEADER: Final = 4
-RESULT_FLOAT_HEADER: Final = 1
+# results_int lines: slot, emitted tokens, finish, new length, drafts verified; then the tokens, then
+# the top tokens of each. results_float lines: the logprobs, then the top logprobs of each
+RESULT_SLOT: Final = 0
+RESULT_COUNT: Final = 1
+RESULT_FINISH: Final = 2
+RESULT_LENGTH: Final = 3
+RESULT_DRAFTED: Final = 4
+RESULT_HEADER: Final = 5
 
 
 class Finish(IntEnum):

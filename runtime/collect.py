@@ -11,6 +11,7 @@ from collections import Counter
 from time import perf_counter
 from typing import Protocol
 
+from inkling_engine.kernels import table
 from inkling_engine.kernels.table import SAMPLE, Finish
 from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import FinishReason, Request, Sequence, Status
@@ -92,7 +93,7 @@ class Collector:
 
     def _take(self, sequence: Sequence, at: int) -> None:
         """Add the token at `at` of the result ring."""
-        slot, token, code = self._results.ints[at : at + 3]
+        slot, _, code, _, _, token = self._results.ints[at : at + table.RESULT_HEADER + 1]
         assert slot == sequence.slot, "the result line belongs to another slot"
         if code == Finish.NON_FINITE:
             self.finish(sequence, "error")

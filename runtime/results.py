@@ -12,20 +12,20 @@ class ResultRing:
     def __init__(
         self, ints: memoryview[int], floats: memoryview[float], shape: tuple[int, int, int]
     ) -> None:
-        """Views of `results_int` [results, rows, 4+top], whose shape this is, and `results_float`
+        """Views of `results_int` [results, rows, 5+1+top], whose shape this is, and `results_float`
         [results, rows, 1+top]."""
         self._lines, self._rows, self._width = shape
-        self._top = self._width - table.RESULT_HEADER
+        self._top = self._width - table.RESULT_HEADER - 1
         self.ints, self._floats = ints, floats
 
     def rows(self, step: int, count: int) -> range:
-        """Where the first `count` rows of step number `step` begin in `ints`: slot, token, finish."""
+        """Where the first `count` rows of step number `step` begin in `ints`."""
         start = step % self._lines * self._rows * self._width
         return range(start, start + count * self._width, self._width)
 
     def logprob(self, at: int, top: int) -> TokenLogprob:
         """The token at position `at` of `rows` with its `top` alternatives."""
-        start = at // self._width * (table.RESULT_FLOAT_HEADER + self._top)
-        values = self._floats[start : start + table.RESULT_FLOAT_HEADER + top].tolist()
-        ids = self.ints[at + table.RESULT_HEADER : at + table.RESULT_HEADER + top].tolist()
-        return TokenLogprob(self.ints[at + 1], values[0], tuple(zip(ids, values[1:], strict=True)))
+        start, chosen = at // self._width * (1 + self._top), at + table.RESULT_HEADER
+        values = self._floats[start : start + 1 + top].tolist()
+        token, *ids = self.ints[chosen : chosen + 1 + top].tolist()
+        return TokenLogprob(token, values[0], tuple(zip(ids, values[1:], strict=True)))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket
-from inkling_engine.kernels import _op
+from inkling_engine.kernels import _op, table
 
 _op.target_cuda()  # before any op module is imported
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -204,7 +204,7 @@ def measure(
 
 def check_finished(machine: RankStep, bucket: Bucket) -> None:
     """Assert that every row was still live: a finished row would have done no work."""
-    finished = machine.pools["request_state"][1 : bucket.rows + 1, 3].tolist()
+    finished = machine.pools["request_state"][1 : bucket.rows + 1, table.FINISH].tolist()
     assert not any(finished), f"rows finished while measured: {finished}"
 
 

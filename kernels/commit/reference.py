@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels.step_metadata.reference import take
 from inkling_engine.kernels.table import Finish
 
 
@@ -13,35 +14,89 @@ def commit(
     results_int: Tensor,
     results_float: Tensor,
     step_counter: Tensor,
+    snapshot_slots: Tensor,
+    snapshot_lengths: Tensor,
     request_ints: Tensor,
     tokens: Tensor,
     logprobs: Tensor,
     top_tokens: Tensor,
     top_logprobs: Tensor,
+    step_tokens: Tensor,
     slots: Tensor,
     starts: Tensor,
+    lengths: Tensor,
     emits: Tensor,
+    destination_slots: Tensor,
+    destination_offsets: Tensor,
     stop_ids: int,
+    drafts: int,
 ) -> None:
     """Write the step's results; see the package docstring."""
-    line = int(step_counter[0]) % len(results_int)
+    step, top = int(step_counter[0]), top_tokens.shape[1]
     step_counter[0] += 1
-    ints, floats = results_int[line], results_float[line]
-    ints[: len(slots)] = 0
-    floats[: len(slots)] = 0
+    line, most = step % len(results_int), results_float.shape[2] // (1 + top)
+    ints, floats = (
+        results_int[line, : len(slots)].zero_(),
+        results_float[line, : len(slots)].zero_(),
+    )
     for row, slot in enumerate(slots.tolist()):
         if slot == 0:
             continue
-        state = request_state[slot]
-        state[table.LENGTH] += starts[row + 1] - starts[row]
-        if emits[row]:
-            state[table.LAST_TOKEN] = tokens[row]
-            state[table.GENERATED] += 1
-            token_counts[slot, int(tokens[row])] += 1
-            state[table.FINISH] = _finish(state, request_ints[slot], logprobs[row], stop_ids)
-        header = torch.stack([slots[row], tokens[row], state[table.FINISH], state[table.LENGTH]])
-        ints[row] = torch.cat([header, top_tokens[row]])
-        floats[row] = torch.cat([logprobs[row : row + 1], top_logprobs[row]])
+        state, (begin, end) = request_state[slot], starts[row : row + 2].tolist()
+        first, guesses = (begin, step_tokens[begin + 1 : end]) if drafts else (row, tokens[:0])
+        count = 0
+        if emits[first]:
+            forced = int(request_ints[slot, table.FORCE_ACCEPT])
+            accepted = _accepted(guesses, tokens[first:], forced, step)
+            run = torch.cat([guesses[:accepted], tokens[first + accepted][None]])
+            limits = request_ints[slot]
+            count = _emit(state, token_counts[slot], limits, run, logprobs[first:], stop_ids)
+            kept = slice(first, first + count)
+            _lay(ints[row, table.RESULT_HEADER :], run[:count], top_tokens[kept], most)
+            _lay(floats[row], logprobs[kept], top_logprobs[kept], most)
+        state[table.LENGTH] += count if drafts and count else end - begin
+        header = [slot, count, state[table.FINISH], state[table.LENGTH], len(guesses)]
+        ints[row, : table.RESULT_HEADER] = torch.tensor(header)
+        if drafts:
+            destinations = destination_slots[row], destination_offsets[row]
+            _pass(snapshot_slots[slot], snapshot_lengths, destinations, lengths[row], state)
+
+
+def _accepted(guesses: Tensor, tokens: Tensor, forced: int, step: int) -> int:
+    """How many leading `guesses` are the target's `tokens`, or as many as FORCE_ACCEPT says."""
+    if forced:
+        return min((forced - 1) >> (4 * (step % 2)) & 15, len(guesses))
+    return int((guesses == tokens[: len(guesses)]).int().cumprod(0).sum())
+
+
+def _emit(
+    state: Tensor, counts: Tensor, ints: Tensor, run: Tensor, logprobs: Tensor, stop_ids: int
+) -> int:
+    """Emit the tokens of `run` up to the one that ends the request; how many were."""
+    for place, token in enumerate(run.tolist()):
+        state[table.LAST_TOKEN] = token
+        state[table.GENERATED] += 1
+        counts[token] += 1
+        state[table.FINISH] = _finish(state, ints, logprobs[place], stop_ids)
+        if state[table.FINISH]:
+            return place + 1
+    return len(run)
+
+
+def _pass(
+    waiting: Tensor,
+    snapshot_lengths: Tensor,
+    destinations: tuple[Tensor, Tensor],
+    length: Tensor,
+    state: Tensor,
+) -> None:
+    """Record the boundaries that the row has reached, and take them off its list `waiting`."""
+    boundaries = [int(length) + offset for offset in destinations[1].tolist() if offset]
+    passed = [boundary for boundary in boundaries if boundary <= int(state[table.LENGTH])]
+    for slot, boundary in zip(destinations[0].tolist(), passed, strict=False):
+        if slot:
+            snapshot_lengths[slot] = boundary
+    take(waiting, len(passed))
 
 
 def _finish(state: Tensor, ints: Tensor, logprob: Tensor, stop_ids: int) -> Finish:
@@ -53,3 +108,10 @@ def _finish(state: Tensor, ints: Tensor, logprob: Tensor, stop_ids: int) -> Fini
     if state[table.GENERATED] >= ints[table.MAX_TOKENS]:
         return Finish.LENGTH
     return Finish.NONE
+
+
+def _lay(line: Tensor, chosen: Tensor, top: Tensor, most: int) -> None:
+    """Write the values of the chosen tokens [n], then of the top ones [n, top], each at its place
+    among `most` tokens."""
+    line[: len(chosen)] = chosen
+    line[most : most + top.numel()] = top.flatten()

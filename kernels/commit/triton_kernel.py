@@ -18,7 +18,6 @@ STATE_WIDTH = tl.constexpr(table.STATE_WIDTH)
 MAX_TOKENS = tl.constexpr(table.MAX_TOKENS)
 INT_HEADER = tl.constexpr(table.INT_HEADER)
 RESULT_HEADER = tl.constexpr(table.RESULT_HEADER)
-RESULT_FLOAT_HEADER = tl.constexpr(table.RESULT_FLOAT_HEADER)
 NOT_FINISHED = tl.constexpr(int(Finish.NONE))
 STOPPED = tl.constexpr(int(Finish.STOP))
 TOO_LONG = tl.constexpr(int(Finish.LENGTH))
@@ -85,7 +84,7 @@ def commit_kernel(
     tl.store(ints + 1, token, mask=within)
     tl.store(ints + 2, finish, mask=within)
     tl.store(ints + 3, length, mask=within)
-    floats = results_float + result * (RESULT_FLOAT_HEADER + TOP)
+    floats = results_float + result * (TOP)
     tl.store(floats, logprob, mask=within)
     if TOP > 0:
         place = tl.arange(0, TOP_LANES)
@@ -95,7 +94,7 @@ def commit_kernel(
         values = tl.load(top_logprobs + cell, mask=mask, other=0.0)
         mask = within[:, None] & (place < TOP)[None, :]
         tl.store(ints[:, None] + RESULT_HEADER + place[None, :], best, mask=mask)
-        tl.store(floats[:, None] + RESULT_FLOAT_HEADER + place[None, :], values, mask=mask)
+        tl.store(floats[:, None] + place[None, :], values, mask=mask)
 
 
 def commit(

@@ -15,9 +15,14 @@ def embed_norm(
     world: int,
 ) -> Tensor:
     """Look `tokens` [T] up in `table` [V, H] and normalise; see the package docstring."""
+    return rmsnorm(embedded(tokens, table, rank, world), weight, eps)
+
+
+def embedded(tokens: Tensor, table: Tensor, rank: Tensor, world: int) -> Tensor:
+    """Rows [T, H] of `table` [V, H]; zeros for another rank's tokens."""
     own = tokens.long()
     if world == 1:
-        return rmsnorm(table[own], weight, eps)
+        return table[own]
     own = own - int(rank[0]) * len(table)
     held = (own >= 0) & (own < len(table))
-    return rmsnorm(table[own.where(held, 0)].where(held[:, None], 0), weight, eps)
+    return table[own.where(held, 0)].where(held[:, None], 0)

@@ -4,15 +4,25 @@
 
 namespace inkling::table {
 
-enum State : int64_t { LENGTH, LAST_TOKEN, GENERATED, FINISH, STATE_WIDTH };
-enum Ints : int64_t { PROMPT_LENGTH, MAX_TOKENS, MIN_TOKENS, TOP_K, SEED_LOW, SEED_HIGH, TOP_LOGPROBS, INT_HEADER = 8 };
+enum State : int64_t { LENGTH, LAST_TOKEN, GENERATED, FINISH, DRAFTS, STATE_WIDTH = 8 };
+enum Ints : int64_t {
+  PROMPT_LENGTH,
+  MAX_TOKENS,
+  MIN_TOKENS,
+  TOP_K,
+  SEED_LOW,
+  SEED_HIGH,
+  TOP_LOGPROBS,
+  DRAFT_LIMIT,
+  FORCE_ACCEPT,
+  INT_HEADER
+};
 enum Floats : int64_t { TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, FLOAT_HEADER = 8 };
 enum Admit : int64_t { ADMIT_SLOT, ADMIT_LENGTH, ADMIT_GENERATED, ADMIT_HEADER = 4 };
 enum Flags : int32_t { SAMPLE = 1, FROM_TABLE = 2 };
 enum Finish : int32_t { NONE, STOP, MAX_LENGTH, NON_FINITE };
 
 constexpr int32_t PROMPT_SEEN = 1 << 30;
-constexpr int64_t RESULT_HEADER = 4;
-constexpr int64_t RESULT_FLOAT_HEADER = 1;
+constexpr int64_t RESULT_HEADER = 5;
 
 }  // namespace inkling::table

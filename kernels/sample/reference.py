@@ -17,34 +17,47 @@ def sample(
     request_state: Tensor,
     request_ints: Tensor,
     request_floats: Tensor,
+    tokens: Tensor,
+    token_rows: Tensor,
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    sample_rows: Tensor,
     emits: Tensor,
     stop_ids: int,
     bias_ids: int,
     top: int,
+    drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens and logprobs of a step; see the package docstring."""
-    rows = len(logits)
-    tokens, logprobs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
-    top_tokens, top_logprobs = torch.zeros(rows, top, dtype=torch.int32), torch.zeros(rows, top)
-    for row in emits.nonzero().flatten().tolist():
-        raw = logits[row]
-        slot, position = int(slots[row]), int(lengths[row] + starts[row + 1] - starts[row])
+    samples = len(logits)
+    chosen, logprobs = torch.zeros(samples, dtype=torch.int32), torch.zeros(samples)
+    top_tokens = torch.zeros(samples, top, dtype=torch.int32)
+    top_logprobs = torch.zeros(samples, top)
+    for s in emits.nonzero().flatten().tolist():
+        raw, at = logits[s], int(sample_rows[s])
+        row = int(token_rows[at])
+        slot, begin = int(slots[row]), int(starts[row])
         ints, floats = request_ints[slot], request_floats[slot]
         wanted_top = max(0, min(int(ints[table.TOP_LOGPROBS]), top))
         if not raw.isfinite().all():
-            logprobs[row] = top_logprobs[row, :wanted_top] = torch.nan
+            logprobs[s] = top_logprobs[s, :wanted_top] = torch.nan
             continue
-        generated = int(request_state[slot, table.GENERATED])
-        wanted = process(raw, token_counts[slot], generated, ints, floats, stop_ids, bias_ids)
-        tokens[row] = token = choose(wanted, position, ints, floats)
+        ahead = tokens[begin + 1 : at + 1] if drafts else tokens[:0]
+        counts = counted(token_counts[slot], ahead)
+        generated = int(request_state[slot, table.GENERATED]) + len(ahead)
+        wanted = process(raw, counts, generated, ints, floats, stop_ids, bias_ids)
+        chosen[s] = token = choose(wanted, int(lengths[row]) + at - begin + 1, ints, floats)
         all_logprobs = raw.log_softmax(0)
-        logprobs[row] = all_logprobs[token]
+        logprobs[s] = all_logprobs[token]
         best = raw.sort(descending=True, stable=True).indices[:wanted_top]
-        top_tokens[row, :wanted_top], top_logprobs[row, :wanted_top] = best, all_logprobs[best]
-    return tokens, logprobs, top_tokens, top_logprobs
+        top_tokens[s, :wanted_top], top_logprobs[s, :wanted_top] = best, all_logprobs[best]
+    return chosen, logprobs, top_tokens, top_logprobs
+
+
+def counted(counts: Tensor, ahead: Tensor) -> Tensor:
+    """`counts` [V] as they will be when the drafts `ahead` have been accepted."""
+    return counts.index_add(0, ahead.long(), torch.ones_like(ahead))
 
 
 def process(
@@ -60,7 +73,7 @@ def process(
     logits = raw.clone()
     ids = ints[table.INT_HEADER + stop_ids :][:bias_ids].tolist()
     for token, value in zip(ids, floats[table.FLOAT_HEADER :][:bias_ids].tolist(), strict=True):
-        if value != 0:
+        if value != 0 and token < len(logits):
             logits[token] += value
     if generated < int(ints[table.MIN_TOKENS]):
         stops = ints[table.INT_HEADER :][:stop_ids]

@@ -37,10 +37,12 @@ class _Table(NamedTuple):
     window_table: Tensor
     snapshot_slots: Tensor
     snapshot_lengths: Tensor
+    draft_tokens: Tensor
 
 
-def empty_meta(like: Tensor, tokens: int, rows: int, destinations: int) -> StepMeta:
+def empty_meta(like: Tensor, tokens: int, rows: int, destinations: int, drafts: int) -> StepMeta:
     """The outputs' shapes and dtypes, zeroed, on the device of `like`."""
+    samples = tokens if drafts else rows
 
     def ints(*shape: int) -> Tensor:
         return like.new_zeros(shape, dtype=torch.int32)
@@ -51,7 +53,7 @@ def empty_meta(like: Tensor, tokens: int, rows: int, destinations: int) -> StepM
     per_token = ints(tokens), ints(tokens), ints(tokens), locations(), locations()
     per_row = ints(rows), ints(rows), ints(rows + 1), ints(rows)
     snapshots = ints(rows, destinations), ints(rows, destinations)
-    return StepMeta(*per_token, *per_row, *snapshots, ints(rows), ints(rows))
+    return StepMeta(*per_token, *per_row, *snapshots, ints(samples), ints(samples))
 
 
 def step_metadata(
@@ -63,6 +65,7 @@ def step_metadata(
     window_table: Tensor,
     snapshot_slots: Tensor,
     snapshot_lengths: Tensor,
+    draft_tokens: Tensor,
     row_slots: Tensor,
     row_counts: Tensor,
     row_sources: Tensor,
@@ -75,6 +78,7 @@ def step_metadata(
     page_size: int,
     snapshot_grid: int,
     destinations: int,
+    drafts: int,
 ) -> StepMeta:
     """Resolve a step; see the package docstring."""
     pools = _Table(
@@ -86,22 +90,29 @@ def step_metadata(
         window_table,
         snapshot_slots,
         snapshot_lengths,
+        draft_tokens,
     )
     _admit(pools, admit_ints, admit_floats)
     _update(pools, page_updates, snapshot_updates)
-    meta = empty_meta(row_slots, len(token_ids), len(row_slots), destinations)
+    meta = empty_meta(row_slots, len(token_ids), len(row_slots), destinations, drafts)
     rows = torch.stack([row_slots, row_counts, row_sources, row_flags], dim=1).tolist()
-    fed = token_ids.split([*row_counts.tolist(), len(token_ids) - int(row_counts.sum())])
+    given = token_ids.split([*row_counts.tolist(), len(token_ids) - int(row_counts.sum())])
     for row, (slot, count, source, flags) in enumerate(rows):
+        assert not drafts or count <= 1, "rows of a verify step are given one token"
         live = slot != 0 and count > 0 and int(request_state[slot, table.FINISH]) == 0
-        meta.starts[row + 1] = meta.starts[row] + (count if live else 0)
+        meta.starts[row + 1] = meta.starts[row]
         if live:
+            fed = given[row]
+            if flags & table.FROM_TABLE:
+                assert count == 1, "a row fed from the table has one token"
+                fed = _known(pools, slot, drafts if flags & table.SAMPLE else 0)
+            meta.starts[row + 1] += len(fed)
             meta.slots[row], meta.sources[row] = slot, source or slot
             meta.lengths[row] = request_state[slot, table.LENGTH]
-            _place(pools, meta, row, fed[row], bool(flags & table.FROM_TABLE), page_size)
-            _cross_grid(pools, meta, row, snapshot_grid)
+            _place(pools, meta, row, fed, not flags & table.FROM_TABLE, page_size)
+            _cross_grid(pools, meta, row, snapshot_grid, taken=not drafts)
             if flags & table.SAMPLE:
-                meta.sample_rows[row], meta.emits[row] = meta.starts[row + 1] - 1, 1
+                _sample(meta, row, bool(drafts))
     return meta
 
 
@@ -130,26 +141,44 @@ def _update(pools: _Table, page_updates: Tensor, snapshot_updates: Tensor) -> No
             line[0] = 0
 
 
+def _known(pools: _Table, slot: int, drafts: int) -> Tensor:
+    """LAST_TOKEN and at most `drafts` drafts, no more than the request may still have tokens."""
+    state = pools.request_state[slot]
+    left = int(pools.request_ints[slot, table.MAX_TOKENS] - state[table.GENERATED]) - 1
+    count = max(0, min(drafts, int(state[table.DRAFTS]), left))
+    last = state[table.LAST_TOKEN : table.LAST_TOKEN + 1]
+    return torch.cat([last, pools.draft_tokens[slot, :count]])
+
+
 def _place(
-    pools: _Table, meta: StepMeta, row: int, fed: Tensor, from_table: bool, page_size: int
+    pools: _Table, meta: StepMeta, row: int, fed: Tensor, counted: bool, page_size: int
 ) -> None:
     """Write the row's tokens, positions and locations; count the tokens that the host fed."""
     slot, length = int(meta.slots[row]), int(meta.lengths[row])
     positions = torch.arange(length, length + len(fed))
-    if from_table:
-        assert len(fed) == 1, "a row fed from the table has one token"
-        fed = pools.request_state[slot, table.LAST_TOKEN][None]
-    else:
-        for token, position in zip(fed.tolist(), positions.tolist(), strict=True):
+    for token, position in zip(fed.tolist(), positions.tolist(), strict=True):
+        if counted:
             _count(pools, slot, token, position)
     span = slice(int(meta.starts[row]), int(meta.starts[row + 1]))
     meta.tokens[span], meta.positions[span], meta.token_rows[span] = fed, positions.int(), row
-    for pages, locations in (
-        (pools.full_table[slot], meta.full_locations),
-        (pools.window_table[slot], meta.window_locations),
-    ):
-        page = pages[positions // page_size % len(pages)].long()
-        locations[span] = page * page_size + positions % page_size
+    meta.full_locations[span] = locations(pools.full_table[slot], positions, page_size)
+    meta.window_locations[span] = locations(pools.window_table[slot], positions, page_size)
+
+
+def locations(pages: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Physical locations [n] i64 of `positions` [n]; logical pages go round the table `pages`."""
+    page = pages[positions // page_size % len(pages)].long()
+    return page * page_size + positions % page_size
+
+
+def _sample(meta: StepMeta, row: int, every: bool) -> None:
+    """Sample after the row's last token, or after `every` one of its tokens."""
+    begin, end = meta.starts[row : row + 2].tolist()
+    if every:
+        meta.sample_rows[begin:end] = torch.arange(begin, end, dtype=torch.int32)
+        meta.emits[begin:end] = 1
+    else:
+        meta.sample_rows[row], meta.emits[row] = end - 1, 1
 
 
 def _count(pools: _Table, slot: int, token: int, position: int) -> None:
@@ -163,18 +192,26 @@ def _count(pools: _Table, slot: int, token: int, position: int) -> None:
         counts[token] += 1
 
 
-def _cross_grid(pools: _Table, meta: StepMeta, row: int, grid: int) -> None:
-    """Take the destinations of the boundaries in (length, length + count] off the slot's list."""
+def _cross_grid(pools: _Table, meta: StepMeta, row: int, grid: int, taken: bool) -> None:
+    """Destinations of the boundaries in (length, length + count], `taken` off the slot's list."""
     length, count = int(meta.lengths[row]), int(meta.starts[row + 1] - meta.starts[row])
     boundaries = [b for b in range(length + 1, length + count + 1) if b % grid == 0]
     limit = meta.destination_slots.shape[1]
     assert len(boundaries) <= limit, f"{len(boundaries)} grid boundaries in one row, not {limit}"
     waiting = pools.snapshot_slots[int(meta.slots[row])]
-    for j, (boundary, slot) in enumerate(zip(boundaries, waiting.tolist(), strict=False)):
-        if slot:
-            meta.destination_slots[row, j] = slot
+    entries = [*waiting.tolist(), *[0] * len(boundaries)]
+    for j, (boundary, slot) in enumerate(zip(boundaries, entries, strict=False)):
+        meta.destination_slots[row, j] = slot
+        if slot or not taken:
             meta.destination_offsets[row, j] = boundary - length
+        if slot and taken:
             pools.snapshot_lengths[slot] = boundary
-    left = waiting[len(boundaries) :].clone()
+    if taken:
+        take(waiting, len(boundaries))
+
+
+def take(waiting: Tensor, count: int) -> None:
+    """Drop the first `count` entries of a slot's list of destinations; zeros move in."""
+    left = waiting[count:].clone()
     waiting.zero_()
     waiting[: len(left)] = left

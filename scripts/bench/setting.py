@@ -79,6 +79,7 @@ class Setting:
             self.spec.page_size,
             self.spec.snapshot_grid,
             destinations(self.spec, self.bucket),
+            0,
         )
 
     def _chunks(self) -> list[Chunk]:

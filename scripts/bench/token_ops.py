@@ -219,8 +219,9 @@ def sample_work(target: Target, rows: int, temperature: float) -> Work:
             target.normal(rows, target.shape.vocab, dtype=torch.float32, scale=3),
             pools["token_counts"].clone(),
             *(state, ints, floats),
-            *(meta.slots, meta.starts, meta.lengths, meta.emits),
-            *(limits.stop_ids, limits.bias_ids, limits.top_logprobs),
+            *(meta.tokens, meta.token_rows, meta.slots, meta.starts, meta.lengths),
+            *(meta.sample_rows, meta.emits),
+            *(limits.stop_ids, limits.bias_ids, limits.top_logprobs, 0),
         )
         for _ in range(min(8, copies_for(moved)))
     ]
@@ -237,9 +238,11 @@ def commit_work(target: Target, rows: int) -> Work:
     tops = torch.randint(100, (rows, limits.top_logprobs), dtype=torch.int32, device=device)
     top_logprobs = target.normal(rows, limits.top_logprobs, dtype=torch.float32)
     arguments = (
-        *(state, counts, results, floats, setting.pools["step_counter"].clone(), ints),
-        *(tokens, logprobs, tops, top_logprobs),
-        *(meta.slots, meta.starts, meta.emits, limits.stop_ids),
+        *(state, counts, results, floats, setting.pools["step_counter"].clone()),
+        *(setting.pools["snapshot_slots"], setting.pools["snapshot_lengths"], ints),
+        *(tokens, logprobs, tops, top_logprobs, meta.tokens, meta.slots, meta.starts),
+        *(meta.lengths, meta.emits, meta.destination_slots, meta.destination_offsets),
+        *(limits.stop_ids, 0),
     )
     moved = 2 * nbytes(tops, top_logprobs, tokens, logprobs) + 2 * nbytes(state)
     return work(commit, [arguments] * 8, moved, 0, "cpu")

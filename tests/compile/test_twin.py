@@ -140,7 +140,7 @@ def _standing_counter(state: Named, logits: Tensor) -> None:
 
 def _other_token(state: Named, logits: Tensor) -> None:
     line = int(state["step_counter"][0] - 1) % SPEC.pools.results
-    state["results_int"][line, :, 1] += 1
+    state["results_int"][line, :, table.RESULT_HEADER] += 1
 
 
 def _not_a_number(state: Named, logits: Tensor) -> None:

@@ -111,9 +111,9 @@ ROWS = [Row(3, 13, length=5, flags=1), Row(1, 1, length=9, flags=3), Row(5, 3, p
 def test_metadata_of_a_row_ignores_its_neighbours(row: int) -> None:
     together = arguments(Step(ROWS, tokens=32, destinations=3))
     begin = sum(other.tokens for other in ROWS[:row])
-    columns = [column[row : row + 1] for column in together[8:12] if isinstance(column, Tensor)]
-    assert isinstance(together[12], Tensor)
-    alone = [*together[:8], *columns, together[12][begin:], *together[13:]]
+    columns = [column[row : row + 1] for column in together[9:13] if isinstance(column, Tensor)]
+    assert isinstance(together[13], Tensor)
+    alone = [*together[:9], *columns, together[13][begin:], *together[14:]]
     alone = tree_map_only(Tensor, torch.clone, alone)
     many, one = StepMeta(*step_metadata(*together)), StepMeta(*step_metadata(*alone))
     count = ROWS[row].tokens

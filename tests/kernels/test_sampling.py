@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 
 DRAWS = 24_000
 LOGITS = [1.3, -0.4, 2.1, 0.0, -3.0, 1.9, 0.7, -1.2, 2.05, -0.9]
+STATE = [10, 3, 4, 0, 6, 0, 0, 0]
 ALL = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 
@@ -52,11 +53,9 @@ def run(
     starts = torch.arange(rows + 1, dtype=torch.int32)
     metadata = [torch.tensor(values, dtype=torch.int32) for values in (slots, positions, slots)]
     emits = (metadata[2] > 0).int()
-    lines = table_lines(requests)
-    result = sample(
-        logits, counts, *lines, metadata[0], starts, metadata[1] - 1, emits, STOP_IDS, BIAS_IDS, top
-    )
-    return Sampled(*result)
+    lines, own = table_lines(requests), torch.arange(rows, dtype=torch.int32)
+    step = own, own, metadata[0], starts, metadata[1] - 1, own, emits
+    return Sampled(*sample(logits, counts, *lines, *step, STOP_IDS, BIAS_IDS, top, 0))
 
 
 def one(logits: Tensor, request: Request, counts: Tensor | None = None) -> int:
@@ -257,15 +256,19 @@ def run_commit(found: Sampled, slots: list[int], **columns: int) -> dict[str, Te
     for name, value in columns.items():
         ints[:, table.INT_HEADER if name == "stop" else getattr(table, name)] = value
     pools: dict[str, Any] = {
-        "request_state": torch.tensor([[10, 3, 4, 0]], dtype=torch.int32).repeat(lines, 1),
+        "request_state": torch.tensor([STATE], dtype=torch.int32).repeat(lines, 1),
         "token_counts": torch.zeros(lines, vocab, dtype=torch.int32),
-        "results_int": torch.zeros(2, 4, table.RESULT_HEADER + top, dtype=torch.int32),
-        "results_float": torch.zeros(2, 4, table.RESULT_FLOAT_HEADER + top),
+        "results_int": torch.zeros(2, 4, table.RESULT_HEADER + 1 + top, dtype=torch.int32),
+        "results_float": torch.zeros(2, 4, 1 + top),
         "step_counter": torch.tensor([3, 0, 0, 0]),
+        "snapshot_slots": torch.zeros(lines, 1, dtype=torch.int32),
+        "snapshot_lengths": torch.zeros(lines, dtype=torch.int32),
     }
     row_slots = torch.tensor(slots, dtype=torch.int32)
     starts = torch.arange(len(slots) + 1, dtype=torch.int32)
-    commit(*pools.values(), ints, *found, row_slots, starts, (row_slots > 0).int(), 1)
+    none = torch.zeros(len(slots), 1, dtype=torch.int32)
+    step = row_slots, row_slots, starts, row_slots + 9, (row_slots > 0).int(), none, none
+    commit(*pools.values(), ints, *found, *step, 1, 0)
     return pools
 
 
@@ -284,10 +287,10 @@ def test_finish_reasons_and_results(columns: dict[str, int], finish: Finish) -> 
     logits[0, 8] = 5.0
     found = run(logits, [Request()], [1], [11])
     pools = run_commit(found, [1], **columns)
-    assert pools["request_state"].tolist()[1] == [11, 8, 5, finish]
-    assert pools["request_state"].tolist()[0] == [10, 3, 4, 0]
+    assert pools["request_state"].tolist()[1] == [11, 8, 5, finish, *STATE[4:]]
+    assert pools["request_state"].tolist()[0] == STATE
     assert pools["token_counts"].nonzero().tolist() == [[1, 8]]
-    assert pools["results_int"][1, 0].tolist() == [1, 8, finish, 11, 8, 0, 1]
+    assert pools["results_int"][1, 0].tolist() == [1, 1, finish, 11, 0, 8, 8, 0, 1]
     floats = torch.cat([found.logprobs, found.top_logprobs[0]])
     assert torch.equal(pools["results_float"][1, 0], floats)
     assert not pools["results_int"][0].any() and int(pools["step_counter"][0]) == 4

@@ -210,7 +210,7 @@ def test_every_seed_fits_its_two_words() -> None:
 
 def test_result_lines_are_found_by_step_and_row() -> None:
     lines, rows, top = 3, 2, 2
-    width = table.RESULT_HEADER + top
+    width = table.RESULT_HEADER + 1 + top
     ints = array("i", range(lines * rows * width))
     floats = array("f", range(lines * rows * (1 + top)))
     ring = ResultRing(memoryview(ints), memoryview(floats), (lines, rows, width))
@@ -220,7 +220,8 @@ def test_result_lines_are_found_by_step_and_row() -> None:
             assert ring.ints[at] == first
             found = ring.logprob(at, 1)
             base = ((step % lines) * rows + row) * (1 + top)
-            assert (found.token_id, found.logprob) == (first + 1, base)
-            assert found.top == ((first + table.RESULT_HEADER, base + 1),)
+            token = first + table.RESULT_HEADER
+            assert (found.token_id, found.logprob) == (token, base)
+            assert found.top == ((token + 1, base + 1),)
             assert ring.logprob(at, 0).top == ()
     assert len(ring.rows(1, 1)) == 1

@@ -122,14 +122,14 @@ def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
         "window_table": (lines, sizes.window_ring),
         "snapshot_slots": (lines, _destinations(spec)),
         "snapshot_lengths": (sizes.slots,),
-        "results_int": (sizes.results, rows, table.RESULT_HEADER + limits.top_logprobs),
+        "results_int": (sizes.results, rows, table.RESULT_HEADER + 1 + limits.top_logprobs),
     }
     floats = {
         "kv_full": (1, sizes.full_pages, 2, 1, PAGE, 2),
         "kv_window": (1, sizes.window_pages, 2, 1, PAGE, 2),
         "conv_attn": (2, sizes.slots, 3, 4),
         "request_floats": (lines, table.FLOAT_HEADER + bias),
-        "results_float": (sizes.results, rows, table.RESULT_FLOAT_HEADER + limits.top_logprobs),
+        "results_float": (sizes.results, rows, 1 + limits.top_logprobs),
     }
     return (
         *(TensorEntry(name=name, dtype="int32", shape=shape) for name, shape in ints.items()),

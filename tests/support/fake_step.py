@@ -87,8 +87,9 @@ class FakeStep:
     def _admit(self, pools: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
         for ints, floats in zip(rows["admit_ints"].tolist(), rows["admit_floats"], strict=True):
             if slot := ints[table.ADMIT_SLOT]:
-                state = [ints[table.ADMIT_LENGTH], 0, ints[table.ADMIT_GENERATED], 0]
-                pools["request_state"][slot] = pools["request_state"].new_tensor(state)
+                state = pools["request_state"][slot].zero_()
+                state[table.LENGTH] = ints[table.ADMIT_LENGTH]
+                state[table.GENERATED] = ints[table.ADMIT_GENERATED]
                 line = ints[table.ADMIT_HEADER :]
                 pools["request_ints"][slot] = pools["request_ints"].new_tensor(line)
                 pools["request_floats"][slot] = floats
@@ -140,11 +141,13 @@ class FakeStep:
             token, finish = self._commit(state, ints, history, value)
             top = self.spec.limits.top_logprobs
             for i in range(top):
-                pools["results_int"][line, row, table.RESULT_HEADER + i] = (token + i) % REAL_VOCAB
+                place = table.RESULT_HEADER + 1 + i
+                pools["results_int"][line, row, place] = (token + i) % REAL_VOCAB
                 pools["results_float"][line, row, 1 + i] = logprob(value) - i
             pools["results_float"][line, row, 0] = logprob(value)
-        result = [slot, token, finish, length + len(tokens)]
-        pools["results_int"][line, row, : table.RESULT_HEADER] = state.new_tensor(result)
+        emitted = int(bool(flags & table.SAMPLE))
+        result = [slot, emitted, finish, length + len(tokens), 0, token]
+        pools["results_int"][line, row, : table.RESULT_HEADER + 1] = state.new_tensor(result)
 
     def _check_sources(self, rows: Mapping[str, Tensor], pools: Mapping[str, Tensor]) -> None:
         """A row's source is its own slot or one that no row of the step writes."""

@@ -259,7 +259,7 @@ def record(
         windows.append(rig.windows(1))
         kv.append(rig.kv(1, start, start + 1))
         if len(prompt) <= start + 1 < len(prompt) + new:
-            tokens.append(int(results[-1].ints[0, 1]))
+            tokens.append(int(results[-1].ints[0, table.RESULT_HEADER]))
     full, window = (torch.cat(kind) for kind in zip(*kv, strict=True))
     return Trace(
         len(prompt),
@@ -298,7 +298,7 @@ def _require_same(found: Tensor, expected: Tensor, what: str) -> None:
 
 def _chosen(line: Tensor) -> Tensor:
     """Token and top tokens of a result line."""
-    return torch.cat([line[1:2], line[table.RESULT_HEADER :]])
+    return line[table.RESULT_HEADER :]
 
 
 def _shuffled(pages: int, seed: int) -> list[int]:

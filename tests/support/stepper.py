@@ -26,6 +26,7 @@ from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import make_plan
 from inkling_engine.compile.steps import step
+from inkling_engine.kernels import table
 from inkling_engine.kernels._op import use_references
 from inkling_engine.kernels.head import head
 
@@ -74,7 +75,7 @@ class Stepper:
     @property
     def sampled(self) -> int:
         """The token that the last step chose."""
-        return int(self.machine.results(1)[0][0, 1])
+        return int(self.machine.results(1)[0][0, table.RESULT_HEADER])
 
     def _kernels(self) -> AbstractContextManager[None]:
         return nullcontext() if self.native else use_references()

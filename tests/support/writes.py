@@ -80,7 +80,7 @@ class Writes:
         """After the step: add what only it can tell, the sampled tokens and where pages were."""
         for row, chunk in enumerate(self.chunks):
             if chunk.slot and chunk.sample:
-                self.must["token_counts"][chunk.slot, result.ints[row, 1]] = True
+                self.must["token_counts"][chunk.slot, result.ints[row, table.RESULT_HEADER]] = True
         page = self.spec.page_size
         for slot, positions in self._written:
             for kind in ("full", "window"):
