@@ -35,7 +35,7 @@ class Guesses(NamedTuple):
 @dataclass(frozen=True)
 class Chunk:
     """One row of a scripted step: `tokens` fed to `slot`; none means its last sampled token, in a
-    verify step with the drafts after it.
+    verify step (where `guesses` is given) with the drafts after it.
 
     What counts at admission: `favourite`, a token that is certain to be drawn, and `accept`, one more
     than the number of drafts accepted whatever they are (both 0: off).
@@ -141,7 +141,8 @@ def _fill_admission(spec: EngineSpec, ints: Tensor, floats: Tensor, chunk: Chunk
 
 def _page_updates(spec: EngineSpec, chunk: Chunk) -> list[tuple[int, int, int, int]]:
     width, ring = spec.pools.table_width, spec.pools.window_ring
-    end = chunk.start + chunk.count + spec.spec_depth * (1 if chunk.tokens else 2)
+    ahead = spec.spec_depth * (1 if chunk.guesses is None else 2)  # draft KV, and the drafts' own
+    end = chunk.start + chunk.count + ahead
     first, last = chunk.start // spec.page_size, min((end - 1) // spec.page_size, width - 1)
     updates = []
     for page in range(first, last + 1):

@@ -32,7 +32,7 @@ def pool_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
 def row_entries(spec: EngineSpec, bucket: Bucket) -> tuple[tuple[RowEntry, ...], int]:
     """Row inputs of `bucket` as views of one buffer, and the buffer's size in bytes."""
     rows, tokens = bucket.rows, bucket.tokens
-    updates = 2 * (tokens // spec.page_size + 2 * rows)
+    updates = 2 * ((tokens + rows * spec.spec_depth) // spec.page_size + 2 * rows)
     shapes: dict[str, tuple[int, ...]] = {
         "row_slots": (rows,),
         "row_counts": (rows,),
