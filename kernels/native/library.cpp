@@ -4,6 +4,11 @@
 #include "../attention_prologue/native.h"
 #include "../boundary/native.h"
 #include "../commit/native.h"
+#include "../draft_commit/native.h"
+#include "../draft_gather/native.h"
+#include "../draft_input/native.h"
+#include "../draft_metadata/native.h"
+#include "../draft_sample/native.h"
 #include "../embed_norm/native.h"
 #include "../experts/native.h"
 #include "../head/native.h"
@@ -20,6 +25,11 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("attention_prologue", TORCH_BOX(&inkling::attention_prologue));
   m.impl("boundary", TORCH_BOX(&inkling::boundary));
   m.impl("commit", TORCH_BOX(&inkling::commit));
+  m.impl("draft_commit", TORCH_BOX(&inkling::draft_commit));
+  m.impl("draft_gather", TORCH_BOX(&inkling::draft_gather));
+  m.impl("draft_input", TORCH_BOX(&inkling::draft_input));
+  m.impl("draft_metadata", TORCH_BOX(&inkling::draft_metadata));
+  m.impl("draft_sample", TORCH_BOX(&inkling::draft_sample));
   m.impl("embed_norm", TORCH_BOX(&inkling::embed_norm));
   m.impl("experts", TORCH_BOX(&inkling::experts));
   m.impl("head", TORCH_BOX(&inkling::head));

@@ -167,8 +167,10 @@ struct Request {
   const int32_t *ints, *counts;
   const float* floats;
   int64_t generated, stop_ids, bias_ids;
+  const int32_t* ahead;  // so many drafts count as generated
+  int64_t drafts;
 
-  bool stops_masked() const { return generated < ints[table::MIN_TOKENS]; }
+  bool stops_masked() const { return generated + drafts < ints[table::MIN_TOKENS]; }
 
   bool changes_logits() const {
     const float* bias = floats + table::FLOAT_HEADER;
@@ -180,26 +182,32 @@ struct Request {
   void process(std::vector<float>& logits) const {
     const int32_t *stops = ints + table::INT_HEADER, *biased = stops + stop_ids;
     for (int64_t i = 0; i < bias_ids; i++)
-      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0) logits[biased[i]] += bias;
+      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0 && static_cast<size_t>(biased[i]) < logits.size())
+        logits[biased[i]] += bias;
     for (int64_t i = 0; stops_masked() && i < stop_ids; i++)
       if (static_cast<size_t>(stops[i]) < logits.size()) logits[stops[i]] = -INFINITE;
     float repetition = floats[table::REPETITION];
     float frequency = floats[table::FREQUENCY], presence = floats[table::PRESENCE];
+    std::vector<int32_t> raised;
+    if (drafts > 0) raised.assign(counts, counts + logits.size());
+    for (int64_t i = 0; i < drafts; i++)
+      if (static_cast<size_t>(ahead[i]) < logits.size()) raised[ahead[i]]++;
+    const int32_t* seen = drafts > 0 ? raised.data() : counts;
     for (size_t id = 0; id < logits.size(); id++) {
       float logit = logits[id], repeated = logit > 0 ? logit / repetition : logit * repetition;
-      int32_t output = counts[id] & (table::PROMPT_SEEN - 1);
-      logit = counts[id] != 0 ? repeated : logit;
+      int32_t output = seen[id] & (table::PROMPT_SEEN - 1);
+      logit = seen[id] != 0 ? repeated : logit;
       logits[id] = logit - frequency * static_cast<float>(output) - (output > 0 ? presence : 0.0f);
     }
   }
 
-  // The noisy choice among the ids that pass the filters; `logits` becomes logits / T.
-  int32_t draw(std::vector<float>& logits, int64_t position) const {
+  // The noisy choice among the ids that pass the filters, if `filtered`; `logits` becomes logits / T.
+  int32_t draw(std::vector<float>& logits, int64_t position, bool filtered) const {
     float temperature = floats[table::TEMPERATURE];
     for (float& logit : logits) logit /= temperature;
-    Filter filter(logits, floats[table::MIN_P]);
-    filter.keep_top_k(ints[table::TOP_K]);
-    filter.keep_top_p(floats[table::TOP_P]);
+    Filter filter(logits, filtered ? floats[table::MIN_P] : 0.0f);
+    if (filtered) filter.keep_top_k(ints[table::TOP_K]);
+    if (filtered) filter.keep_top_p(floats[table::TOP_P]);
     int32_t best = 0;
     float best_value = -INFINITE;
     for (size_t first = 0; first < filter.ids().size(); first += CHUNK) {
@@ -217,12 +225,12 @@ struct Request {
     return best;
   }
 
-  int32_t choose(const float* raw, int64_t vocab, int64_t position) const {
+  int32_t choose(const float* raw, int64_t vocab, int64_t position, bool filtered = true) const {
     bool greedy = floats[table::TEMPERATURE] == 0;
     if (greedy && !changes_logits()) return first_largest(raw, vocab);
     std::vector<float> logits(raw, raw + vocab);
     if (changes_logits()) process(logits);
-    return greedy ? first_largest(logits.data(), vocab) : draw(logits, position);
+    return greedy ? first_largest(logits.data(), vocab) : draw(logits, position, filtered);
   }
 };
 
@@ -230,20 +238,21 @@ struct Request {
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
     const Tensor& logits, const Tensor& token_counts, const Tensor& request_state, const Tensor& request_ints,
-    const Tensor& request_floats, const Tensor& slots, const Tensor& starts, const Tensor& lengths,
-    const Tensor& emits, int64_t stop_ids, int64_t bias_ids, int64_t top) {
-  int64_t rows = logits.size(0), vocab = logits.size(1);
+    const Tensor& request_floats, const Tensor& tokens, const Tensor& token_rows, const Tensor& slots,
+    const Tensor& starts, const Tensor& lengths, const Tensor& sample_rows, const Tensor& emits, int64_t stop_ids,
+    int64_t bias_ids, int64_t top, int64_t drafts) {
+  int64_t samples = logits.size(0), vocab = logits.size(1);
   STD_TORCH_CHECK(top <= vocab, "more top logprobs than tokens");
   STD_TORCH_CHECK(token_counts.size(1) == vocab, "token counts and logits differ in vocabulary");
-  Tensor tokens = make(ScalarType::Int, {rows}), logprobs = make(ScalarType::Float, {rows});
-  Tensor top_tokens = make(ScalarType::Int, {rows, top}), top_logprobs = make(ScalarType::Float, {rows, top});
-  const int32_t* bounds = data<int32_t>(starts);
-  for (int64_t row = 0; row < rows; row++) {
-    int32_t *token = data<int32_t>(tokens) + row, *best = data<int32_t>(top_tokens) + row * top;
-    float *logprob = data<float>(logprobs) + row, *best_logprobs = data<float>(top_logprobs) + row * top;
-    const float* raw = data<float>(logits) + row * vocab;
-    bool emit = data<int32_t>(emits)[row] != 0;
-    int64_t slot = data<int32_t>(slots)[row];
+  Tensor chosen = make(ScalarType::Int, {samples}), logprobs = make(ScalarType::Float, {samples});
+  Tensor top_tokens = make(ScalarType::Int, {samples, top}), top_logprobs = make(ScalarType::Float, {samples, top});
+  for (int64_t s = 0; s < samples; s++) {
+    int32_t *token = data<int32_t>(chosen) + s, *best = data<int32_t>(top_tokens) + s * top;
+    float *logprob = data<float>(logprobs) + s, *best_logprobs = data<float>(top_logprobs) + s * top;
+    const float* raw = data<float>(logits) + s * vocab;
+    bool emit = data<int32_t>(emits)[s] != 0;
+    int64_t at = emit ? data<int32_t>(sample_rows)[s] : 0, row = emit ? data<int32_t>(token_rows)[at] : 0;
+    int64_t begin = data<int32_t>(starts)[row], slot = emit ? data<int32_t>(slots)[row] : 0;
     const int32_t* ints = data<int32_t>(request_ints) + slot * request_ints.size(1);
     int64_t wanted = emit ? std::clamp<int64_t>(ints[table::TOP_LOGPROBS], 0, top) : 0;
     std::fill_n(best, top, 0);
@@ -260,16 +269,18 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
                               data<float>(request_floats) + slot * request_floats.size(1),
                               data<int32_t>(request_state)[slot * table::STATE_WIDTH + table::GENERATED],
                               stop_ids,
-                              bias_ids};
+                              bias_ids,
+                              data<int32_t>(tokens) + begin + 1,
+                              drafts ? at - begin : 0};
     float maximum = sampling::largest(raw, vocab);
     float log_sum = std::log(lane_sum(vocab, [&](int64_t i) { return exponential(raw[i] - maximum); }));
     auto log_softmax = [&](int32_t id) { return raw[id] - maximum - log_sum; };
-    *token = request.choose(raw, vocab, data<int32_t>(lengths)[row] + bounds[row + 1] - bounds[row]);
+    *token = request.choose(raw, vocab, data<int32_t>(lengths)[row] + at - begin + 1);
     *logprob = log_softmax(*token);
     sampling::top_ids(raw, vocab, wanted, best);
     std::transform(best, best + wanted, best_logprobs, log_softmax);
   }
-  return {tokens, logprobs, top_tokens, top_logprobs};
+  return {chosen, logprobs, top_tokens, top_logprobs};
 }
 
 }  // namespace inkling
