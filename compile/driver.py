@@ -73,7 +73,7 @@ class Machine:
         for chunk in chunks:
             if chunk.guesses and chunk.guesses.tokens:
                 planted = torch.tensor(chunk.guesses.tokens, dtype=torch.int32)
-                self.pools["draft_tokens"][chunk.slot] = planted.to(self.device)
+                self.pools["draft_tokens"][chunk.slot, : len(planted)] = planted.to(self.device)
                 self.pools["request_state"][chunk.slot, table.DRAFTS] = len(planted)
 
     def rows(self, inputs: Inputs, chunks: Sequence[Chunk]) -> dict[str, Tensor]:

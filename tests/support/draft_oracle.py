@@ -35,10 +35,10 @@ class DraftOracle:
 
     def __init__(self, oracle: Oracle, *, embed_norm: bool) -> None:
         """`embed_norm`: whether the depths see embeddings after the backbone's norm."""
-        self.main = oracle.model
-        self.depths: Any = MtpModel.from_pretrained(self.main).train(False)
+        self.main, model = oracle, oracle.model
+        self.depths: Any = MtpModel.from_pretrained(model).train(False)
         if embed_norm:
-            self.depths.embed_tokens = self.main.get_input_embeddings()
+            self.depths.embed_tokens = model.get_input_embeddings()
         for layer in self.depths.layers:
             layer.mtp_block.self_attn.config.log_scaling_n_floor = NEVER
 
@@ -47,13 +47,15 @@ class DraftOracle:
         sampled and not processed; each depth reads the best token of the one before."""
         ids = torch.tensor([list(tokens)])
         with torch.no_grad(), windows():
-            output = self.main(input_ids=ids[:, :-1], output_hidden_states=True, use_cache=False)
+            output = self.main.model(
+                input_ids=ids[:, :-1], output_hidden_states=True, use_cache=False
+            )
             _, found, _ = self.depths(
                 input_ids=ids[:, 1:],
                 last_hidden_states=output.hidden_states[-1],
                 attention_mask=None,
                 position_ids=torch.arange(1, ids.shape[1])[None],
-                mtp_cache=MtpCache(config=self.main.config.get_mtp_config()),
+                mtp_cache=MtpCache(config=self.main.model.config.get_mtp_config()),
             )
         logits: Tensor = found[0]
         return logits
@@ -73,7 +75,7 @@ class DraftOracle:
 
         with pytest.MonkeyPatch.context() as patch, windows():
             patch.setattr(MTPCandidateGenerator, "get_candidates", recording)
-            self.main.generate(
+            self.main.model.generate(
                 torch.tensor([list(prompt)]), use_mtp=True, do_sample=False, max_new_tokens=count
             )
         return rounds

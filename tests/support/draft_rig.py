@@ -100,8 +100,11 @@ class DraftRig:
 
     def check(self, request: Request) -> None:
         """Hold the request's state to plain decoding and to a fresh run."""
-        self.same(target_state(self.rig, request.slot, request.length), expected_state(
-            self.model, request.trace, request.length), f"length {request.length}: target")
+        self.same(
+            target_state(self.rig, request.slot, request.length),
+            expected_state(self.model, request.trace, request.length),
+            f"length {request.length}: target",
+        )
         if request.length >= request.trace.prompt:
             found = draft_state(self.rig, request.slot, request.length)
             self.same(found, self._fresh(request), f"length {request.length}: draft")
@@ -207,7 +210,9 @@ def draft_state(rig: Rig, slot: int, length: int) -> Tensors:
     found["kv_draft_window"] = paged(rig, slot, "window", "draft_", seen, length + drafts)
     again = torch.arange(first, length) % drafts
     found["draft_hidden"] = pools["draft_hidden"][slot, again]
-    found["recent_tokens"] = pools["recent_tokens"][slot, torch.arange(max(1, first), length) % drafts]
+    found["recent_tokens"] = pools["recent_tokens"][
+        slot, torch.arange(max(1, first), length) % drafts
+    ]
     found["draft_tokens"] = pools["draft_tokens"][slot].clone()
     columns = [table.LENGTH, table.LAST_TOKEN, table.FINISH, table.DRAFTS]
     found["request_state"] = pools["request_state"][slot, columns]

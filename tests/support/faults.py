@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inkling_engine.compile import steps
-from inkling_engine.compile.models.inkling import model
+from inkling_engine.compile.models.inkling import block, model
 from inkling_engine.kernels import table
 from inkling_engine.kernels.step_metadata import StepMeta
 
@@ -25,7 +25,7 @@ Call = Callable[[Arguments], Any]
 Change = Callable[[Call, Arguments], Any]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
-CONVOLVING = ((model, "boundary"), (model, "attention_prologue"))
+CONVOLVING = ((block, "boundary"), (block, "attention_prologue"))
 ATTENTION = ((model, "attention_decode"), (model, "attention_extend"))
 METADATA = ((steps, "step_metadata"),)
 SAMPLE = ((steps, "sample"),)
