@@ -68,19 +68,52 @@ def counts(lines: int, vocab: int) -> Tensor:
 
 def _case(name: str, requests: list[Request], vocab: int, special: Tensor | None = None) -> Case:
     rows = len(requests) + 1  # the last one emits nothing
-    logits = normal(rows, vocab, scale=3) if special is None else special
-    ints = torch.arange(1, rows, dtype=torch.int32)
+    own = torch.arange(rows, dtype=torch.int32)
     arguments = (
-        logits,
+        normal(rows, vocab, scale=3) if special is None else special,
         counts(rows, vocab),
         *table_lines(requests),
-        torch.cat([ints, ints.new_zeros(1)]),
+        own,
+        own,
+        (own + 1) * (own < rows - 1),
         torch.arange(rows + 1, dtype=torch.int32),
-        torch.arange(rows, dtype=torch.int32) * 17,
-        torch.tensor([1] * len(requests) + [0], dtype=torch.int32),
+        own * 17,
+        own,
+        (own < rows - 1).int(),
         STOP_IDS,
         BIAS_IDS,
         TOP,
+        0,
+    )
+    return Case(f"{name}-{vocab}", arguments, tolerance=2e-6)
+
+
+def _verify(name: str, requests: list[Request], vocab: int, drafts: int = 3) -> Case:
+    """Rows of as many drafts as there are, fewer, none, and an inert row in between."""
+    valid = [[drafts, 1, 0][i % 3] for i in range(len(requests))]
+    slots = [1, 0, *range(2, 1 + len(requests))]
+    lengths = [1 + valid[0], 0, *(1 + count for count in valid[1:])]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    capacity, live = len(slots) * (1 + drafts), int(starts[-1])
+    at = torch.arange(capacity, dtype=torch.int32)
+    rows = torch.tensor([row for row, count in enumerate(lengths) for _ in range(count)])
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(min(vocab, 8), (capacity,), generator=generator)  # often the same one
+    arguments = (
+        normal(capacity, vocab, scale=3),
+        counts(1 + len(requests), vocab),
+        *table_lines(requests),
+        (tokens * (at < live)).int(),
+        torch.cat([rows, rows.new_zeros(capacity - live)]).int(),
+        torch.tensor(slots, dtype=torch.int32),
+        starts,
+        torch.arange(len(slots), dtype=torch.int32) * 17,
+        at * (at < live),
+        (at < live).int(),
+        STOP_IDS,
+        BIAS_IDS,
+        TOP,
+        drafts,
     )
     return Case(f"{name}-{vocab}", arguments, tolerance=2e-6)
 
@@ -124,5 +157,8 @@ def cases() -> list[Case]:
         _case(
             "not-finite", [Request(), Request(temperature=1.0), Request(top=1)], 67, _not_finite(67)
         ),
+        _verify("verify-changes", _CHANGES, 50),
+        _verify("verify-filters", _FILTERS, 150),
+        _verify("verify-one", [Request(1.0, presence=1.0, top_p=0.9)], 67, drafts=8),
         _case("tied", [Request(), Request(temperature=1.0, top_k=2)], 67, _tied(67)),
     ]

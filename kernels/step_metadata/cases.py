@@ -26,6 +26,8 @@ class Row(NamedTuple):
     source: int = 0
     finish: int = table.Finish.NONE
     prompt: int = 1000
+    drafts: int = 0  # valid ones
+    left: int = 1000  # tokens that may still be generated
 
 
 class Step(NamedTuple):
@@ -37,6 +39,7 @@ class Step(NamedTuple):
     pages: Sequence[tuple[int, int, int, int]] = ()  # table, slot, index, page
     snapshots: Sequence[tuple[int, list[int]]] = ()  # slot, destinations
     destinations: int = 1
+    drafts: int = 0
 
 
 _DECODE = table.SAMPLE | table.FROM_TABLE
@@ -47,6 +50,15 @@ _MANY = [
     Row(2, 2, length=30, source=9),
     Row(5, 3, length=0, prompt=2),
     Row(4, 0, length=11, flags=table.SAMPLE),
+]
+_VERIFY = [
+    Row(3, 1, length=5, flags=_DECODE, drafts=3),
+    Row(1, 1, length=9, flags=_DECODE, drafts=7, source=8),
+    Row(0, 0),
+    Row(2, 1, length=30, flags=_DECODE, drafts=3, left=2),
+    Row(5, 1, length=14, flags=_DECODE, drafts=0),
+    Row(4, 1, length=7, flags=table.SAMPLE, drafts=2),
+    Row(6, 1, length=11, flags=table.FROM_TABLE, drafts=2),
 ]
 _STEPS = {
     "one-decode": Step([Row(2, 1, length=6, flags=_DECODE)], tokens=1),
@@ -80,6 +92,21 @@ _STEPS = {
     "ring": Step(
         [Row(1, 21, length=2), Row(2, 1, length=12, flags=_DECODE)], tokens=24, destinations=3
     ),
+    "verify": Step(_VERIFY, tokens=28, drafts=3, snapshots=[(1, [0, 9, 0, 0])]),
+    "verify-one": Step([Row(2, 1, length=6, flags=_DECODE, drafts=8)], tokens=9, drafts=8),
+    "verify-last": Step(
+        [
+            Row(4, 1, length=15, flags=_DECODE, drafts=2, left=1),
+            Row(2, 1, length=15, flags=_DECODE, drafts=2, left=0),
+            Row(1, 1, length=4, flags=_DECODE, drafts=1, finish=table.Finish.STOP),
+            Row(3, 0, length=4, flags=_DECODE, drafts=1),
+        ],
+        tokens=12,
+        drafts=2,
+    ),
+    "extend-drops-drafts": Step(
+        [Row(3, 6, flags=table.SAMPLE), Row(1, 1, length=17, flags=_DECODE, drafts=1)], tokens=8
+    ),
     "replay": Step([Row(1, 9, length=3, prompt=7, flags=table.SAMPLE)], tokens=16, destinations=2),
 }
 
@@ -96,25 +123,29 @@ def arguments(step: Step, seed: int = 0) -> tuple[Tensor | int, ...]:
     def ints(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator, dtype=torch.int32)
 
-    state, request_ints, counts = ints(VOCAB, LINES, 4), ints(9, LINES, INTS), ints(3, LINES, VOCAB)
+    state, request_ints = ints(VOCAB, LINES, table.STATE_WIDTH), ints(9, LINES, INTS)
+    counts, drafts = ints(3, LINES, VOCAB), ints(VOCAB, LINES, max(1, step.drafts))
     full, window = ints(40, LINES, WIDTH), ints(40, LINES, RING)
     snapshots, snapshot_lengths = 7 + ints(5, LINES, WAITING), ints(9, SLOTS)
     floats = torch.rand(LINES, FLOATS, generator=generator)
-    for tensor in (state, request_ints, counts, full, window, snapshots):
+    for tensor in (state, request_ints, counts, full, window, snapshots, drafts):
         tensor[0] = GARBAGE
     floats[0] = torch.nan
     state[1:, table.FINISH] = 0
     for row in step.rows:
         if row.slot:
             state[row.slot, table.LENGTH], state[row.slot, table.FINISH] = row.length, row.finish
+            state[row.slot, table.DRAFTS] = row.drafts
             request_ints[row.slot, table.PROMPT_LENGTH] = row.prompt
-    pools = (state, request_ints, floats, counts, full, window, snapshots, snapshot_lengths)
+            generated = state[row.slot, table.GENERATED]
+            request_ints[row.slot, table.MAX_TOKENS] = generated + row.left
+    pools = (state, request_ints, floats, counts, full, window, snapshots, snapshot_lengths, drafts)
     fed = sum(row.tokens for row in step.rows)
     token_ids = torch.cat([ints(60, fed), ints(1, step.tokens - fed)])
     columns = zip(*((r.slot, r.tokens, r.source, r.flags) for r in step.rows), strict=True)
     rows = [torch.tensor(column, dtype=torch.int32) for column in columns]
     one_shot = _one_shot_lines(step, len(step.rows), generator)
-    return (*pools, *rows, token_ids, *one_shot, PAGE_SIZE, GRID, step.destinations)
+    return (*pools, *rows, token_ids, *one_shot, PAGE_SIZE, GRID, step.destinations, step.drafts)
 
 
 def _one_shot_lines(step: Step, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
