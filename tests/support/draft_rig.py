@@ -8,7 +8,7 @@ before a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,22 +27,27 @@ Tensors = dict[str, Tensor]
 
 
 class Round(NamedTuple):
-    """One row of a round: its request, how many guesses are right (None: the engine's own guesses
-    stay), and where a snapshot goes."""
+    """One row of a round: its request, and how many guesses are right (None: the engine's own stay)."""
 
     request: Request
     right: int | None = None
-    snapshots: Sequence[int] = ()
 
 
 @dataclass
 class Request:
-    """A request of `trace` in `slot`: `length` of its tokens are committed, the next one is its root."""
+    """A request of `trace` in `slot`: `length` of its tokens are committed, the next one is its root.
+
+    `source` is the snapshot slot that its next chunk starts from, `snapshots` the destinations given
+    with its next step; `accepted` collects the right guesses of its rounds. Without `drafting` it
+    makes no drafts.
+    """
 
     trace: Trace
     slot: int
     length: int = 0
     source: int = 0
+    snapshots: Sequence[int] = ()
+    drafting: bool = True
     accepted: list[int] = field(default_factory=list)
 
     @property
@@ -67,24 +72,24 @@ class DraftRig:
         self.rig = Rig(self.model, self.run, pages=self.pages)
         self.drafts = self.model.spec.spec_depth
 
-    def extend(self, counts: Mapping[int, tuple[Request, int]], spare: int = 2) -> None:
-        """One extend step: by row, so many tokens of a request, its root alone once they have ended."""
-        chunks = [self._chunk(request, count) for request, count in counts.values()]
-        bucket = Bucket(
-            kind="extend", rows=len(chunks) + 1, tokens=sum(c.count for c in chunks) + spare
-        )
-        sources = {request.slot: request.source for request, _ in counts.values()}
-        self.rig.step(bucket, chunks, sources)
-        for request, _ in counts.values():
+    def extend(self, *batch: tuple[Request, int], spare: int = 2) -> None:
+        """One extend step: so many prompt tokens of each request, 0 for its root after the prompt."""
+        chunks = [self._chunk(request, count) for request, count in batch]
+        tokens = sum(chunk.count for chunk in chunks) + spare
+        bucket = Bucket(kind="extend", rows=len(chunks) + 1, tokens=tokens)
+        rows = self.rig.rows(bucket, chunks, {r.slot: r.source for r, _ in batch})
+        for (request, _), line in zip(batch, rows["admit_ints"], strict=False):
+            if not request.drafting:
+                line[table.ADMIT_HEADER + table.DRAFT_LIMIT] = 0
+        self.rig.replay(bucket, rows)
+        for request, _ in batch:
             request.source = 0
             self.check(request)
 
-    def verify(self, rounds: Sequence[Round], rows: int = 0) -> None:
-        """One round of `rounds` in a bucket of `rows` rows."""
-        rows = rows or len(rounds) + 1
-        bucket = Bucket(
-            kind="verify", rows=rows, tokens=rows * (1 + self.drafts), drafts=self.drafts
-        )
+    def verify(self, *rounds: Round, spare: int = 1) -> None:
+        """One round in a bucket with `spare` inert rows."""
+        rows, width = len(rounds) + spare, 1 + self.drafts
+        bucket = Bucket(kind="verify", rows=rows, tokens=rows * width, drafts=self.drafts)
         chunks = [self._round(item) for item in rounds]
         self.rig.machine.guess(chunks)
         guesses = [self.rig.pools["draft_tokens"][item.request.slot].tolist() for item in rounds]
@@ -106,8 +111,13 @@ class DraftRig:
             f"length {request.length}: target",
         )
         if request.length >= request.trace.prompt:
-            found = draft_state(self.rig, request.slot, request.length)
-            self.same(found, self._fresh(request), f"length {request.length}: draft")
+            found, expected = (
+                draft_state(self.rig, request.slot, request.length),
+                self._fresh(request),
+            )
+            if not request.drafting:
+                expected = expected | {"valid": torch.tensor(0, dtype=torch.int32)}
+            self.same(found, expected, f"length {request.length}: draft")
 
     def same(self, found: Tensors, expected: Tensors, what: str) -> None:
         """Assert that both hold the same tensors, to the bit without a tolerance."""
@@ -117,7 +127,7 @@ class DraftRig:
                 equal = torch.allclose(other, tensor, rtol=0, atol=self.tolerance)
             else:
                 equal = torch.equal(bits(other), bits(tensor))
-            assert equal, f"{what} {name} differs by {(other - tensor).abs().max()}"
+            assert equal, f"{what} {name} differs"
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         left = request.trace.prompt - request.length
@@ -131,18 +141,21 @@ class DraftRig:
             admit=first,
             sample=count in (0, left),
             temperature=request.trace.temperature,
+            snapshots=request.snapshots,
         )
+        request.snapshots = ()
         request.length += chunk.count
         return chunk
 
     def _round(self, item: Round) -> Chunk:
         request, right = item.request, item.right
         guesses = Guesses((), 0)
-        if right is not None:
+        given, request.snapshots = request.snapshots, ()
+        if right is not None and request.drafting:
             truth = request.trace.tokens[request.length + 1 :][: self.drafts]
             wrong = [(token + 1) % self.model.spec.shape.real_vocab for token in truth]
             guesses = Guesses([*truth[:right], *wrong[right:]], right)
-        return Chunk(request.slot, request.length, guesses=guesses, snapshots=item.snapshots)
+        return Chunk(request.slot, request.length, guesses=guesses, snapshots=given)
 
     def _check_result(
         self, item: Round, ints: Tensor, floats: Tensor, guesses: list[int], valid: int
@@ -214,8 +227,9 @@ def draft_state(rig: Rig, slot: int, length: int) -> Tensors:
         slot, torch.arange(max(1, first), length) % drafts
     ]
     found["draft_tokens"] = pools["draft_tokens"][slot].clone()
-    columns = [table.LENGTH, table.LAST_TOKEN, table.FINISH, table.DRAFTS]
-    found["request_state"] = pools["request_state"][slot, columns]
+    state = pools["request_state"][slot]
+    found["root"] = state[[table.LENGTH, table.LAST_TOKEN, table.FINISH]]
+    found["valid"] = state[table.DRAFTS].clone()
     return found
 
 
