@@ -151,21 +151,19 @@ def prologue_kernel(
         row = clamp(tl.load(token_rows + first + i, known, other=0), 0, rows - 1)
         index = first + i - tl.load(starts + row, known, other=0)
         late = known & (index >= 3)
-        ring, left = conv_pool + i, late
+        entries, left = conv_pool + i, late
         if RING > 3:
-            count = tl.load(starts + row + 1, known, other=0) - tl.load(
-                starts + row, known, other=0
-            )
-            left = late & turns(index, count, RING)
-            length = known_length(tl.load(lengths + row, known, other=0))
-            slot = tl.load(slots + row, known, other=0)
-            ring = ring_at(conv_pool, layer, pool_slots, slot, RING, KV)
-            ring += entry(length, index + 3, RING) * KV
+            end = tl.load(starts + row + 1, known, other=0)
+            left = late & turns(index, end - first - i + index, RING)
+            before = known_length(tl.load(lengths + row, known, other=0))
+            into = tl.load(slots + row, known, other=0)
+            entries = ring_at(conv_pool, layer, pool_slots, into, RING, KV)
+            entries += entry(before, index + 3, RING) * KV
         follow()
         if tl.max(late.to(tl.int32)) != 0:
             store_values(
                 qkvr, kv_conv, k_norm, kv_pool, locations, conv_pool, 0, part, first, index,
-                late, ring, left, pages, layer, eps,
+                late, entries, left, pages, layer, eps,
                 HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE, RING,
             )  # fmt: skip
     else:
@@ -250,21 +248,24 @@ def attention_prologue(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Decode and extend of one rank of eight of inkling-small, full layers (with tau)."""
+    """Decode, extend and verification of eight drafts of one rank of eight of inkling-small, full
+    layers (with tau)."""
     heads, kv_heads, dim, rel, page = 4, 1, 128, 16, 64
     kv, i32 = 2 * kv_heads * dim, torch.int32
     cases = []
-    for tokens, rows in ((1, 1), (8, 8), (128, 128), (2048, 8)):
+    sizes = ((1, 1), (8, 8), (128, 128), (2048, 8))
+    drafting = ((9, 1, 11), (72, 8, 11), (2048, 8, 11))
+    for tokens, rows, ring in (*((*size, 3) for size in sizes), *drafting):
         lines = [meta(rows, dtype=i32) for _ in range(2)]
         cases += launches(
-            f"prologue-t{tokens}",
+            f"prologue-t{tokens}" + (f"-ring{ring}" if ring > 3 else ""),
             attention_prologue,
             meta(tokens, (heads + 2 * kv_heads) * dim + heads * rel),
             meta(kv, 4, dtype=torch.float32),
             meta(dim),
             meta(dim),
             meta(7, 8192, 2, kv_heads, page, dim),
-            meta(7, 160, 3, kv),
+            meta(7, 160, ring, kv),
             *(meta(tokens, dtype=dtype) for dtype in (i32, i32, torch.int64)),
             *lines,
             meta(rows + 1, dtype=i32),

@@ -266,18 +266,21 @@ def boundary(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Decode and extend of inkling-small, whose hidden rows every rank holds whole."""
+    """Decode, extend and verification of eight drafts of inkling-small, whose hidden rows every
+    rank holds whole."""
     width, i32 = 4096, torch.int32
     cases = []
-    for tokens, rows in ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8)):
+    sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
+    drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
+    for tokens, rows, ring in (*((*size, 3) for size in sizes), *drafting):
         cases += launches(
-            f"boundary-t{tokens}",
+            f"boundary-t{tokens}" + (f"-ring{ring}" if ring > 3 else ""),
             boundary,
             meta(tokens, width),
             meta(tokens, width),
             meta(width, 4, dtype=torch.float32),
             meta(width),
-            meta(42, 160, 3, width),
+            meta(42, 160, ring, width),
             meta(tokens, dtype=i32),
             *(meta(rows, dtype=i32) for _ in range(2)),
             meta(rows + 1, dtype=i32),

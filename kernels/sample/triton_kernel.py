@@ -1,13 +1,11 @@
 """Sampling in two launches, whatever a row asks for; nothing is sorted and nothing is random.
 
-1. `scan`, a program a row and chunk of the vocabulary: softmax statistics and top candidates of the
+1. `scan`, a program a sample and chunk of the vocabulary: softmax statistics and top candidates of the
    raw logits; the processed logits, with noise where a row samples without filters; their best.
-2. `pick`, a program a row: combines the chunks. A row with filters looks for the threshold key two
+2. `pick`, a program a sample: combines the chunks. A sample with filters looks for the threshold key two
    bits at a time, first by count (top-k), then by probability mass (top-p), summed in fp64; chunks
    whose largest key is below what is known of the threshold are not read. The kept ids then get
    their noise.
-
-(value, id) pairs are ordered as one int64: highest value first, then lowest id.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -17,6 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels._sampling_triton import (
+    NOTHING,
+    gumbel,
+    index_of,
+    ordered,
+    processed,
+    ranked,
+    value_of,
+)
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 CHUNK = 1024  # ids of a program of `scan`
@@ -25,80 +32,10 @@ UNROLL = 4  # blocks of two chunks that `pick` reads before it waits for one
 TEMPERATURE = tl.constexpr(table.TEMPERATURE)
 TOP_P = tl.constexpr(table.TOP_P)
 MIN_P = tl.constexpr(table.MIN_P)
-PRESENCE = tl.constexpr(table.PRESENCE)
-FREQUENCY = tl.constexpr(table.FREQUENCY)
-REPETITION = tl.constexpr(table.REPETITION)
-FLOAT_HEADER = tl.constexpr(table.FLOAT_HEADER)
-MIN_TOKENS = tl.constexpr(table.MIN_TOKENS)
 TOP_K = tl.constexpr(table.TOP_K)
-SEED_LOW = tl.constexpr(table.SEED_LOW)
 TOP_LOGPROBS = tl.constexpr(table.TOP_LOGPROBS)
-SEED_HIGH = tl.constexpr(table.SEED_HIGH)
-INT_HEADER = tl.constexpr(table.INT_HEADER)
 GENERATED = tl.constexpr(table.GENERATED)
 STATE_WIDTH = tl.constexpr(table.STATE_WIDTH)
-COUNTED = tl.constexpr(table.PROMPT_SEEN - 1)
-LAST_ID = tl.constexpr(0x7FFFFFFF)
-NOTHING = tl.constexpr(-(2**63) + 1)  # below any (value, id)
-
-
-@triton.jit
-def ordered(value):
-    """int32 that compares as the fp32 `value` does; both zeros are one."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def ranked(value, index):
-    """int64 that is larger for a higher value, then for a lower index."""
-    return (ordered(value).to(tl.int64) << 32) | (index ^ LAST_ID).to(tl.int64)
-
-
-@triton.jit
-def index_of(key):
-    return (key & LAST_ID).to(tl.int32) ^ LAST_ID
-
-
-@triton.jit
-def value_of(key):
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def logarithm(x):
-    """ln of a normal x > 0 to about 1 ulp (Cephes' polynomial, as in the native kernel)."""
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23
-    m = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    n = exponent.to(tl.float32)
-    p = tl.fma(m, 7.0376836292e-2, -1.1514610310e-1)
-    p = tl.fma(p, m, 1.1676998740e-1)
-    p = tl.fma(p, m, -1.2420140846e-1)
-    p = tl.fma(p, m, 1.4249322787e-1)
-    p = tl.fma(p, m, -1.6668057665e-1)
-    p = tl.fma(p, m, 2.0000714765e-1)
-    p = tl.fma(p, m, -2.4999993993e-1)
-    p = tl.fma(p, m, 3.3333331174e-1)
-    square = m * m
-    y = tl.fma(n, -2.12194440e-4, p * m * square)
-    y = tl.fma(square, -0.5, y)
-    return tl.fma(n, 0.693359375, m + y)
-
-
-@triton.jit
-def gumbel(index, position, ints):
-    """Noise of token ids at a position under the seed of the table line `ints`."""
-    low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
-    zero = tl.zeros_like(index)
-    word, _, _, _ = tl.philox(low | (high << 32), index, zero + position, zero, zero)
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    rest = 1.0 - u
-    safe = tl.where(rest == 1.0, 0.5, rest)
-    exponential = tl.where(rest == 1.0, u, tl.div_rn(logarithm(safe) * u, safe - 1.0))
-    return -logarithm(exponential)
 
 
 @triton.jit
@@ -110,55 +47,43 @@ def is_filtered(ints, floats):
 
 
 @triton.jit
-def processed(
-    logit, index, mask, counts, ints, floats, generated, STOP_IDS: tl.constexpr,
-    BIAS_IDS: tl.constexpr, BIAS_LANES: tl.constexpr,
-):  # fmt: skip
-    """Logits after bias, stop mask and penalties."""
-    lane = tl.arange(0, BIAS_LANES)
-    biases = tl.load(floats + FLOAT_HEADER + lane, mask=lane < BIAS_IDS, other=0.0)
-    if tl.max((biases != 0.0).to(tl.int32), axis=0) != 0:
-        for i in range(BIAS_IDS):
-            bias = tl.load(floats + FLOAT_HEADER + i)
-            token = tl.load(ints + INT_HEADER + STOP_IDS + i)
-            logit = tl.where((index == token) & (bias != 0.0), logit + bias, logit)
-    if generated < tl.load(ints + MIN_TOKENS):
-        for i in range(STOP_IDS):
-            token = tl.load(ints + INT_HEADER + i)
-            logit = tl.where(index == token, -float("inf"), logit)
-    repetition, frequency = tl.load(floats + REPETITION), tl.load(floats + FREQUENCY)
-    presence = tl.load(floats + PRESENCE)
-    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-        count = tl.load(counts + index, mask=mask, other=0)
-        repeated = tl.where(logit > 0.0, tl.div_rn(logit, repetition), logit * repetition)
-        logit = tl.where(count != 0, repeated, logit)
-        output = (count & COUNTED).to(tl.float32)
-        logit = logit - frequency * output - tl.where(output > 0.0, presence, 0.0)
-    return logit
+def place_of(
+    s, sample_rows, token_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr
+):
+    """Row and packed token of sample `s`; without drafts it is row `s`, which needs no look."""
+    at = tl.minimum(tl.maximum(tl.load(sample_rows + s), 0), TOKENS - 1)
+    row = s
+    if DRAFTS > 0:
+        row = tl.minimum(tl.maximum(tl.load(token_rows + at), 0), ROWS - 1)
+    return row, at
 
 
 @triton.jit
 def scan_kernel(
-    logits, token_counts, request_state, request_ints, request_floats, slots, starts, lengths,
-    emits, scaled, maxima, sums, best, top_keys, LINES: tl.constexpr, VOCAB: tl.constexpr,
-    INTS: tl.constexpr, FLOATS: tl.constexpr, STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr,
-    BIAS_LANES: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows, slots,
+    starts, lengths, sample_rows, emits, scaled, maxima, sums, best, top_keys, LINES: tl.constexpr,
+    VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr,
+    FLOATS: tl.constexpr, STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr,
+    BIAS_LANES: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """maxima (NaN if a logit is not finite), sums, best keys [R, CHUNKS], top_keys [R, CHUNKS, TOP]
+    """maxima (NaN if a logit is not finite), sums, best keys [S, CHUNKS], top_keys [S, CHUNKS, TOP]
 
-    and, for rows with filters, the processed logits over the temperature, `scaled` [R, VOCAB].
+    and, for samples with filters, the processed logits over the temperature, `scaled` [S, VOCAB].
     """
     follow()
-    chunk, row = tl.program_id(0), tl.program_id(1)
-    if tl.load(emits + row) == 0:
+    chunk, s = tl.program_id(0), tl.program_id(1)
+    if tl.load(emits + s) == 0:
         return
+    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
+    begin = tl.load(starts + row)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = index < VOCAB
-    line = row.to(tl.int64) * VOCAB + index
+    line = s.to(tl.int64) * VOCAB + index
     raw = tl.load(logits + line, mask=mask, other=-float("inf"))
-    cell = row * CHUNKS + chunk
+    cell = s * CHUNKS + chunk
     finite = tl.min((~mask | (tl.abs(raw) < float("inf"))).to(tl.int32), axis=0)
     maximum = tl.max(raw, axis=0)
     power = tl.where(mask, tl.exp(raw - maximum), 0.0)
@@ -170,18 +95,20 @@ def scan_kernel(
         tl.store(top_keys + cell * TOP + place, highest)
         key = tl.where(key == highest, NOTHING, key)
     generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
-    counts = token_counts + slot * VOCAB
+    counts, drafts = token_counts + slot * VOCAB, 0
+    if DRAFTS > 0:
+        drafts = tl.minimum(tl.maximum(at - begin, 0), DRAFTS)
     value = processed(
-        raw, index, mask, counts, ints, floats, generated, STOP_IDS, BIAS_IDS, BIAS_LANES
-    )
+        raw, index, mask, counts, ints, floats, generated, tokens + begin + 1, drafts, STOP_IDS,
+        BIAS_IDS, BIAS_LANES,
+    )  # fmt: skip
     temperature = tl.load(floats + TEMPERATURE)
     if temperature != 0.0:
         value = tl.div_rn(value, temperature)
         if is_filtered(ints, floats):
             tl.store(scaled + line, value, mask=mask)
         else:
-            count = tl.load(starts + row + 1) - tl.load(starts + row)
-            value += gumbel(index, tl.load(lengths + row) + count, ints)
+            value += gumbel(index, tl.load(lengths + row) + at - begin + 1, ints)
     tl.store(best + cell, tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0))
 
 
@@ -291,20 +218,21 @@ def draw(
 
 @triton.jit
 def pick_kernel(
-    logits, request_ints, request_floats, slots, starts, lengths, emits, scaled, maxima, sums,
-    best, top_keys, tokens, logprobs, top_tokens, top_logprobs, LINES: tl.constexpr,
-    VOCAB: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr,
+    logits, request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows, emits,
+    scaled, maxima, sums, best, top_keys, chosen_tokens, logprobs, top_tokens, top_logprobs,
+    LINES: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """A row's token, its logprob and the top ones."""
+    """A sample's token, its logprob and the top ones."""
     follow()
-    row = tl.program_id(0)
-    emit, lane = tl.load(emits + row) != 0, tl.arange(0, LANES)
+    s = tl.program_id(0)
+    emit, lane = tl.load(emits + s) != 0, tl.arange(0, LANES)
     here = emit & (lane < CHUNKS)
-    maximum = tl.load(maxima + row * CHUNKS + lane, mask=here, other=-float("inf"))
-    total = tl.load(sums + row * CHUNKS + lane, mask=here, other=0.0)
-    keys = tl.load(best + row * CHUNKS + lane, mask=here, other=NOTHING)
+    maximum = tl.load(maxima + s * CHUNKS + lane, mask=here, other=-float("inf"))
+    total = tl.load(sums + s * CHUNKS + lane, mask=here, other=0.0)
+    keys = tl.load(best + s * CHUNKS + lane, mask=here, other=NOTHING)
     broken = tl.max((maximum != maximum).to(tl.int32), axis=0) != 0  # noqa: PLR0124
     highest = tl.max(maximum, axis=0)
     total = tl.sum(tl.where(here, total * tl.exp(maximum - highest), 0.0), axis=0)
@@ -314,33 +242,34 @@ def pick_kernel(
 
     best_key = tl.max(keys, axis=0)
     token = index_of(best_key)
+    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
-    line = row.to(tl.int64) * VOCAB
+    line = s.to(tl.int64) * VOCAB
     if good & is_filtered(ints, floats):
-        count = tl.load(starts + row + 1) - tl.load(starts + row)
+        position = tl.load(lengths + row) + at - tl.load(starts + row) + 1
         token = draw(
-            scaled + line, best + row * CHUNKS, tl.load(lengths + row) + count, ints, floats,
-            value_of(best_key), VOCAB, CHUNKS, CHUNK, BLOCK, UNROLL,
+            scaled + line, best + s * CHUNKS, position, ints, floats, value_of(best_key), VOCAB,
+            CHUNKS, CHUNK, BLOCK, UNROLL,
         )  # fmt: skip
     token = tl.where(good, token, 0)
-    tl.store(tokens + row, token)
+    tl.store(chosen_tokens + s, token)
     chosen = tl.load(logits + line + token, mask=good, other=0.0)
-    tl.store(logprobs + row, tl.where(good, chosen - normaliser, nothing))
+    tl.store(logprobs + s, tl.where(good, chosen - normaliser, nothing))
     if TOP > 0:
         lane = tl.arange(0, TOP_LANES)
         wanted = tl.where(emit, tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP), 0)
         spare = (lane >= wanted) & (lane < TOP)
-        tl.store(top_tokens + row * TOP + lane, tl.zeros_like(lane), mask=spare)
-        tl.store(top_logprobs + row * TOP + lane, lane * 0.0, mask=spare)
+        tl.store(top_tokens + s * TOP + lane, tl.zeros_like(lane), mask=spare)
+        tl.store(top_logprobs + s * TOP + lane, lane * 0.0, mask=spare)
         here = good & (lane < CHUNKS * TOP) & (lane % TOP < wanted)
-        keys = tl.load(top_keys + row * CHUNKS * TOP + lane, mask=here, other=NOTHING)
+        keys = tl.load(top_keys + s * CHUNKS * TOP + lane, mask=here, other=NOTHING)
         for place in range(wanted):
             key = tl.max(keys, axis=0)
             keys = tl.where(keys == key, NOTHING, keys)
-            tl.store(top_tokens + row * TOP + place, tl.where(good, index_of(key), 0))
+            tl.store(top_tokens + s * TOP + place, tl.where(good, index_of(key), 0))
             logprob = tl.where(good, value_of(key) - normaliser, nothing)
-            tl.store(top_logprobs + row * TOP + place, logprob)
+            tl.store(top_logprobs + s * TOP + place, logprob)
 
 
 def sample(
@@ -349,52 +278,60 @@ def sample(
     request_state: Tensor,
     request_ints: Tensor,
     request_floats: Tensor,
+    tokens: Tensor,
+    token_rows: Tensor,
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    sample_rows: Tensor,
     emits: Tensor,
     stop_ids: int,
     bias_ids: int,
     top: int,
+    drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens and logprobs of a step; see the package docstring."""
-    rows, vocab = logits.shape
+    samples, vocab = logits.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     chunks = triton.cdiv(vocab, chunk)
     scaled = torch.empty_like(logits)
-    maxima, sums = logits.new_empty(rows, chunks), logits.new_empty(rows, chunks)
-    best = logits.new_empty(rows, chunks, dtype=torch.int64)
-    top_keys = logits.new_empty(rows, chunks, max(1, top), dtype=torch.int64)
-    tokens, logprobs = slots.new_empty(rows), logits.new_empty(rows)
-    top_tokens, top_logprobs = slots.new_empty(rows, top), logits.new_empty(rows, top)
+    maxima, sums = logits.new_empty(samples, chunks), logits.new_empty(samples, chunks)
+    best = logits.new_empty(samples, chunks, dtype=torch.int64)
+    top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
+    chosen, logprobs = slots.new_empty(samples), logits.new_empty(samples)
+    top_tokens, top_logprobs = slots.new_empty(samples, top), logits.new_empty(samples, top)
     lines, ints = request_ints.shape
     sizes = {"LINES": lines, "VOCAB": vocab, "INTS": ints, "FLOATS": request_floats.shape[1]}
-    launchable(scan_kernel)[(chunks, rows)](
-        logits, token_counts, request_state, request_ints, request_floats, slots, starts, lengths,
-        emits, scaled, maxima, sums, best, top_keys, **sizes, STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
-        BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), TOP=top, CHUNK=chunk, CHUNKS=chunks,
-        num_warps=4,
+    sizes |= {"TOKENS": tokens.shape[0], "ROWS": slots.shape[0]}
+    launchable(scan_kernel)[(chunks, samples)](
+        logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows,
+        slots, starts, lengths, sample_rows, emits, scaled, maxima, sums, best, top_keys, **sizes,
+        STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
+        BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), TOP=top, DRAFTS=drafts, CHUNK=chunk,
+        CHUNKS=chunks, num_warps=4,
     )  # fmt: skip
-    launchable(pick_kernel)[(rows,)](
-        logits, request_ints, request_floats, slots, starts, lengths, emits, scaled, maxima, sums,
-        best, top_keys, tokens, logprobs, top_tokens, top_logprobs, **sizes, TOP=top, CHUNK=chunk,
-        CHUNKS=chunks, LANES=triton.next_power_of_2(chunks),
+    launchable(pick_kernel)[(samples,)](
+        logits, request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows,
+        emits, scaled, maxima, sums, best, top_keys, chosen, logprobs, top_tokens, top_logprobs,
+        **sizes, TOP=top, DRAFTS=drafts, CHUNK=chunk, CHUNKS=chunks,
+        LANES=triton.next_power_of_2(chunks),
         TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
         UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
     )  # fmt: skip
-    return tokens, logprobs, top_tokens, top_logprobs
+    return chosen, logprobs, top_tokens, top_logprobs
 
 
 def compile_cases() -> list[CompileCase]:
-    """A TP-8 shard of inkling-small's vocabulary, and the whole one."""
+    """A TP-8 shard of inkling-small's vocabulary, and the whole one; verification of 8 drafts."""
     cases = []
-    for vocab in (25128, 200058):
-        rows, lines = 32, 129
+    for vocab, rows, drafts in ((25128, 32, 0), (200058, 32, 0), (200058, 4, 8)):
+        lines, tokens = 129, rows * (1 + drafts)
         i32, f32 = {"dtype": torch.int32}, {"dtype": torch.float32}
+        name = f"sample-{vocab}" + (f"-verify{drafts}" if drafts else "")
         cases += launches(
-            f"sample-{vocab}", sample, meta(rows, vocab, **f32), meta(lines, vocab, **i32),
-            meta(lines, 4, **i32), meta(lines, 48, **i32), meta(lines, 40, **f32),
-            meta(rows, **i32), meta(rows + 1, **i32), meta(rows, **i32), meta(rows, **i32),
-            8, 32, 20,
+            name, sample, meta(tokens, vocab, **f32), meta(lines, vocab, **i32),
+            meta(lines, 8, **i32), meta(lines, 50, **i32), meta(lines, 40, **f32),
+            meta(tokens, **i32), meta(tokens, **i32), meta(rows, **i32), meta(rows + 1, **i32),
+            meta(rows, **i32), meta(tokens, **i32), meta(tokens, **i32), 8, 32, 20, drafts,
         )  # fmt: skip
     return cases

@@ -20,8 +20,10 @@ LENGTH = tl.constexpr(table.LENGTH)
 LAST_TOKEN = tl.constexpr(table.LAST_TOKEN)
 GENERATED = tl.constexpr(table.GENERATED)
 FINISH = tl.constexpr(table.FINISH)
+DRAFTS_COLUMN = tl.constexpr(table.DRAFTS)
 STATE_WIDTH = tl.constexpr(table.STATE_WIDTH)
 PROMPT_LENGTH = tl.constexpr(table.PROMPT_LENGTH)
+MAX_TOKENS = tl.constexpr(table.MAX_TOKENS)
 PROMPT_SEEN = tl.constexpr(table.PROMPT_SEEN)
 ADMIT_SLOT = tl.constexpr(table.ADMIT_SLOT)
 ADMIT_LENGTH = tl.constexpr(table.ADMIT_LENGTH)
@@ -75,12 +77,13 @@ def apply_lines(
     live = (slot > 0) & (slot < LINES)
     copied(admit_ints, request_ints, live, slot, ADMIT_HEADER, INTS, INT_LANES)
     copied(admit_floats, request_floats, live, slot, 0, FLOATS, FLOAT_LANES)
-    state = request_state + slot.to(tl.int64) * STATE_WIDTH
-    tl.store(state + LENGTH, tl.load(admission + ADMIT_LENGTH, mask=live), mask=live)
-    tl.store(state + GENERATED, tl.load(admission + ADMIT_GENERATED, mask=live), mask=live)
-    zero = tl.zeros_like(slot)
-    tl.store(state + LAST_TOKEN, zero, mask=live)
-    tl.store(state + FINISH, zero, mask=live)
+    zero, column = tl.zeros_like(slot), tl.arange(0, STATE_WIDTH)[None, :]
+    length = tl.load(admission + ADMIT_LENGTH, mask=live, other=0)
+    generated = tl.load(admission + ADMIT_GENERATED, mask=live, other=0)
+    values = tl.where(column == LENGTH, length[:, None], 0)
+    values = tl.where(column == GENERATED, generated[:, None], values)
+    state = request_state + slot.to(tl.int64)[:, None] * STATE_WIDTH + column
+    tl.store(state, values, mask=live[:, None])
     column = tl.arange(0, WAITING_LANES)
     waiting = snapshot_slots + slot.to(tl.int64)[:, None] * WAITING + column[None, :]
     cleared = live[:, None] & (column < WAITING)[None, :]
@@ -114,9 +117,9 @@ def cross_grid(
     snapshot_slots, snapshot_lengths, destination_slots, destination_offsets, live, slot, length,
     count, ROWS: tl.constexpr, SNAPSHOT_LINES: tl.constexpr, WAITING: tl.constexpr,
     GRID: tl.constexpr, DESTINATIONS: tl.constexpr, ROW_LANES: tl.constexpr,
-    WAITING_LANES: tl.constexpr, DESTINATION_LANES: tl.constexpr,
+    WAITING_LANES: tl.constexpr, DESTINATION_LANES: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """Take the destinations of the boundaries in (length, length + count] off the slot's list."""
+    """Destinations of the boundaries in (length, length + count], TAKEN off the slot's list."""
     row, j = tl.arange(0, ROW_LANES), tl.arange(0, DESTINATION_LANES)
     passed = length // GRID
     crossed = (length + count) // GRID - passed
@@ -128,15 +131,17 @@ def cross_grid(
     cell = row[:, None] * DESTINATIONS + j[None, :]
     within = (row < ROWS)[:, None] & (j < DESTINATIONS)[None, :]
     tl.store(destination_slots + cell, tl.where(taken, target, 0), mask=within)
-    offset = tl.where(taken, boundary - length[:, None], 0)
+    passes = taken if TAKEN else live[:, None] & (j[None, :] < crossed[:, None])
+    offset = tl.where(passes, boundary - length[:, None], 0)
     tl.store(destination_offsets + cell, offset, mask=within)
-    tl.store(snapshot_lengths + target, boundary, mask=taken)
-    column = tl.arange(0, WAITING_LANES)
-    moved = live[:, None] & (crossed > 0)[:, None] & (column < WAITING)[None, :]
-    source = column[None, :] + crossed[:, None]
-    left = tl.load(line[:, None] + source, mask=moved & (source < WAITING), other=0)
-    tl.debug_barrier()  # the list moves within itself
-    tl.store(line[:, None] + column[None, :], left, mask=moved)
+    if TAKEN:
+        tl.store(snapshot_lengths + target, boundary, mask=taken)
+        column = tl.arange(0, WAITING_LANES)
+        moved = live[:, None] & (crossed > 0)[:, None] & (column < WAITING)[None, :]
+        source = column[None, :] + crossed[:, None]
+        left = tl.load(line[:, None] + source, mask=moved & (source < WAITING), other=0)
+        tl.debug_barrier()  # the list moves within itself
+        tl.store(line[:, None] + column[None, :], left, mask=moved)
 
 
 @triton.jit
@@ -149,11 +154,11 @@ def location(pages, slot, position, live, WIDTH: tl.constexpr, PAGE_SIZE: tl.con
 
 @triton.jit
 def place_tokens(
-    first, request_state, request_ints, token_counts, full_table, window_table, row_flags,
-    token_ids, tokens, positions, token_rows, full_locations, window_locations, slots, starts,
-    lengths, fed_starts, upto, TOKENS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    first, request_state, request_ints, token_counts, full_table, window_table, draft_tokens,
+    row_flags, token_ids, tokens, positions, token_rows, full_locations, window_locations, slots,
+    starts, lengths, sample_rows, emits, fed_starts, upto, TOKENS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     INTS: tl.constexpr, VOCAB: tl.constexpr, FULL_WIDTH: tl.constexpr, RING: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, ROW_LANES: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DRAFTS: tl.constexpr, ROW_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Tokens first .. first + BLOCK of the step; `upto` [ROW_LANES] is where each row ends."""
     t = first + tl.arange(0, BLOCK)
@@ -165,11 +170,19 @@ def place_tokens(
     slot = tl.load(slots + row, mask=live, other=0)
     offset = t - tl.load(starts + row, mask=live, other=0)
     position = tl.load(lengths + row, mask=live, other=0) + offset
-    known = live & ((tl.load(row_flags + row, mask=live, other=0) & FROM_TABLE) != 0)
+    flags = tl.load(row_flags + row, mask=live, other=0)
+    known = live & ((flags & FROM_TABLE) != 0)
     fed_index = tl.load(fed_starts + row, mask=live, other=0) + offset
     fed = live & (known == 0) & (fed_index >= 0) & (fed_index < TOKENS)
     state = request_state + slot.to(tl.int64) * STATE_WIDTH
-    token = tl.load(state + LAST_TOKEN, mask=known, other=0)
+    token = tl.load(state + LAST_TOKEN, mask=known & (offset == 0), other=0)
+    if DRAFTS > 0:
+        drafted = known & (offset > 0) & (offset <= DRAFTS)
+        guess = draft_tokens + slot.to(tl.int64) * DRAFTS + offset - 1
+        token = tl.where(drafted, tl.load(guess, mask=drafted, other=0), token)
+        samples = live & ((flags & SAMPLE) != 0)
+        tl.store(sample_rows + t, tl.where(samples, t, 0), mask=within)
+        tl.store(emits + t, samples.to(tl.int32), mask=within)
     token = tl.where(fed, tl.load(token_ids + fed_index, mask=fed, other=0), token)
     tl.store(tokens + t, token, mask=within)
     tl.store(positions + t, tl.where(live, position, 0), mask=within)
@@ -190,8 +203,8 @@ def place_tokens(
 @triton.jit
 def metadata_kernel(
     request_state, request_ints, request_floats, token_counts, full_table, window_table,
-    snapshot_slots, snapshot_lengths, row_slots, row_counts, row_sources, row_flags, token_ids,
-    admit_ints, admit_floats, page_updates, snapshot_updates, tokens, positions, token_rows,
+    snapshot_slots, snapshot_lengths, draft_tokens, row_slots, row_counts, row_sources, row_flags,
+    token_ids, admit_ints, admit_floats, page_updates, snapshot_updates, tokens, positions, token_rows,
     full_locations, window_locations, slots, sources, starts, lengths, destination_slots,
     destination_offsets, sample_rows, emits, fed_starts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     UPDATES: tl.constexpr, LINES: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr,
@@ -199,7 +212,7 @@ def metadata_kernel(
     SNAPSHOT_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, GRID: tl.constexpr,
     DESTINATIONS: tl.constexpr, ROW_LANES: tl.constexpr, UPDATE_LANES: tl.constexpr,
     INT_LANES: tl.constexpr, FLOAT_LANES: tl.constexpr, WAITING_LANES: tl.constexpr,
-    DESTINATION_LANES: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
+    DESTINATION_LANES: tl.constexpr, TOKEN_BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     follow()
     apply_lines(
@@ -217,31 +230,39 @@ def metadata_kernel(
     finish = tl.load(state + FINISH, mask=valid, other=1)
     live = valid & (count > 0) & (finish == 0)
     length = tl.load(state + LENGTH, mask=live, other=0)
-    own = tl.where(live, count, 0)
+    own, flags = tl.where(live, count, 0), tl.load(row_flags + row, mask=live, other=0)
+    samples = live & ((flags & SAMPLE) != 0)
+    if DRAFTS > 0:
+        guessed = samples & ((flags & FROM_TABLE) != 0)
+        limit = request_ints + slot.to(tl.int64) * INTS + MAX_TOKENS
+        left = tl.load(limit, mask=guessed, other=0) - 1
+        left -= tl.load(state + GENERATED, mask=guessed, other=0)
+        valid = tl.load(state + DRAFTS_COLUMN, mask=guessed, other=0)
+        own += tl.maximum(tl.minimum(tl.minimum(valid, DRAFTS), left), 0)
     upto = tl.cumsum(own, axis=0)
     slot = tl.where(live, slot, 0)
     source = tl.load(row_sources + row, mask=live, other=0)
-    samples = live & ((tl.load(row_flags + row, mask=live, other=0) & SAMPLE) != 0)
     tl.store(slots + row, slot, mask=within)
     tl.store(sources + row, tl.where(source != 0, source, slot), mask=within)
     tl.store(lengths + row, length, mask=within)
     tl.store(starts + 1 + row, upto, mask=within)
     tl.store(starts, 0)
     tl.store(fed_starts + row, tl.cumsum(count, axis=0) - count, mask=within)
-    tl.store(sample_rows + row, tl.where(samples, upto - 1, 0), mask=within)
-    tl.store(emits + row, samples.to(tl.int32), mask=within)
+    if DRAFTS == 0:
+        tl.store(sample_rows + row, tl.where(samples, upto - 1, 0), mask=within)
+        tl.store(emits + row, samples.to(tl.int32), mask=within)
     cross_grid(
         snapshot_slots, snapshot_lengths, destination_slots, destination_offsets, live, slot,
         length, own, ROWS, SNAPSHOT_LINES, WAITING, GRID, DESTINATIONS, ROW_LANES, WAITING_LANES,
-        DESTINATION_LANES,
+        DESTINATION_LANES, DRAFTS == 0,
     )  # fmt: skip
     tl.debug_barrier()
     for first in range(0, TOKENS, TOKEN_BLOCK):
         place_tokens(
-            first, request_state, request_ints, token_counts, full_table, window_table, row_flags,
-            token_ids, tokens, positions, token_rows, full_locations, window_locations, slots,
-            starts, lengths, fed_starts, upto, TOKENS, ROWS, LINES, INTS, VOCAB, FULL_WIDTH, RING,
-            PAGE_SIZE, ROW_LANES, TOKEN_BLOCK,
+            first, request_state, request_ints, token_counts, full_table, window_table,
+            draft_tokens, row_flags, token_ids, tokens, positions, token_rows, full_locations,
+            window_locations, slots, starts, lengths, sample_rows, emits, fed_starts, upto, TOKENS,
+            ROWS, LINES, INTS, VOCAB, FULL_WIDTH, RING, PAGE_SIZE, DRAFTS, ROW_LANES, TOKEN_BLOCK,
         )  # fmt: skip
 
 
@@ -254,6 +275,7 @@ def step_metadata(
     window_table: Tensor,
     snapshot_slots: Tensor,
     snapshot_lengths: Tensor,
+    draft_tokens: Tensor,
     row_slots: Tensor,
     row_counts: Tensor,
     row_sources: Tensor,
@@ -266,6 +288,7 @@ def step_metadata(
     page_size: int,
     snapshot_grid: int,
     destinations: int,
+    drafts: int,
 ) -> tuple[Tensor, ...]:
     """Resolve a step; see the package docstring."""
     rows, tokens, updates = row_slots.shape[0], token_ids.shape[0], page_updates.shape[0]
@@ -275,24 +298,26 @@ def step_metadata(
     launchable(clear_kernel)[(triton.cdiv(vocab, clear), rows)](
         admit_ints, token_counts, LINES=lines, INTS=ints, VOCAB=vocab, BLOCK=clear, num_warps=8
     )
-    results = _results(row_slots, rows, tokens, destinations)
+    results = _results(row_slots, rows, tokens, destinations, tokens if drafts else rows)
     lanes = triton.next_power_of_2
     launchable(metadata_kernel)[(1,)](
         request_state, request_ints, request_floats, token_counts, full_table, window_table,
-        snapshot_slots, snapshot_lengths, row_slots, row_counts, row_sources, row_flags, token_ids,
-        admit_ints, admit_floats, page_updates, snapshot_updates, *results,
+        snapshot_slots, snapshot_lengths, draft_tokens, row_slots, row_counts, row_sources,
+        row_flags, token_ids, admit_ints, admit_floats, page_updates, snapshot_updates, *results,
         row_slots.new_empty(rows), ROWS=rows, TOKENS=tokens, UPDATES=updates, LINES=lines,
         INTS=ints, FLOATS=floats, VOCAB=vocab, FULL_WIDTH=full_table.shape[1],
         RING=window_table.shape[1], WAITING=waiting, SNAPSHOT_LINES=snapshot_lengths.shape[0],
         PAGE_SIZE=page_size, GRID=snapshot_grid, DESTINATIONS=destinations, ROW_LANES=lanes(rows),
         UPDATE_LANES=lanes(updates), INT_LANES=lanes(ints), FLOAT_LANES=lanes(floats),
         WAITING_LANES=lanes(waiting), DESTINATION_LANES=lanes(destinations),
-        TOKEN_BLOCK=min(TOKEN_BLOCK, lanes(tokens)), num_warps=8,
+        TOKEN_BLOCK=min(TOKEN_BLOCK, lanes(tokens)), DRAFTS=drafts, num_warps=8,
     )  # fmt: skip
     return results
 
 
-def _results(like: Tensor, rows: int, tokens: int, destinations: int) -> tuple[Tensor, ...]:
+def _results(
+    like: Tensor, rows: int, tokens: int, destinations: int, samples: int
+) -> tuple[Tensor, ...]:
     """What the op returns, in order."""
     per_token = [like.new_empty(tokens) for _ in range(3)]
     locations = [like.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
@@ -303,24 +328,29 @@ def _results(like: Tensor, rows: int, tokens: int, destinations: int) -> tuple[T
         *locations,
         *per_row,
         *snapshots,
-        like.new_empty(rows),
-        like.new_empty(rows),
+        like.new_empty(samples),
+        like.new_empty(samples),
     )
 
 
 def compile_cases() -> list[CompileCase]:
-    """Decode and extend steps of inkling-small: 128 slots, 131,072 tokens of context."""
+    """Decode, extend and verify steps of inkling-small: 128 slots, 131,072 tokens of context."""
     cases = []
-    for rows, tokens, destinations in ((1, 1, 1), (128, 128, 1), (8, 2048, 8)):
+    for rows, tokens, destinations, drafts in (
+        (1, 1, 1, 0),
+        (128, 128, 1, 0),
+        (8, 2048, 8, 0),
+        (8, 72, 1, 8),
+    ):
         lines, updates = 129, 2 * (tokens // 64 + 2 * rows)
-        tables = [(lines, width) for width in (4, 48, 40, 200058, 2048, 17, 16)]
+        tables = [(lines, width) for width in (8, 50, 40, 200058, 2048, 17, 16)]
         row_inputs = [(rows,)] * 4 + [(tokens,)]
-        one_shot = [(rows, 52), (rows, 40), (updates, 4), (rows, 17)]
-        shapes = [*tables, (lines + 128,), *row_inputs, *one_shot]
+        one_shot = [(rows, 54), (rows, 40), (updates, 4), (rows, 17)]
+        shapes = [*tables, (lines + 128,), (lines, max(1, drafts)), *row_inputs, *one_shot]
         arguments = [
-            meta(*shape, dtype=torch.float32 if i in (2, 14) else torch.int32)
+            meta(*shape, dtype=torch.float32 if i in (2, 15) else torch.int32)
             for i, shape in enumerate(shapes)
         ]
         name = f"step_metadata-{rows}x{tokens}"
-        cases += launches(name, step_metadata, *arguments, 64, 256, destinations)
+        cases += launches(name, step_metadata, *arguments, 64, 256, destinations, drafts)
     return cases

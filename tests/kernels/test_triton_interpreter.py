@@ -30,6 +30,7 @@ GROUPS = (
     ("sample", "commit", "step_metadata", "linear", "head"),
     ("attention_decode", "attention_extend"),
     ("attention_prologue", "boundary"),
+    ("draft_metadata", "draft_gather", "draft_input", "draft_sample", "draft_commit"),
 )
 
 

@@ -1,0 +1,83 @@
+"""Input of a draft depth as one Triton program a row: two or three norms in registers."""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels.rmsnorm.triton_kernel import normalised, row_config
+
+
+@triton.jit
+def draft_input_kernel(
+    hidden, ids, table, embed_norm, hidden_norm, token_norm, token_rows, starts, rank, z,
+    ROWS: tl.constexpr, IDS: tl.constexpr, VOCAB: tl.constexpr, DEPTH: tl.constexpr,
+    DRAFTS: tl.constexpr, EPS: tl.constexpr, WORLD: tl.constexpr, BACKBONE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column, i = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
+    mask = column < WIDTH
+    hidden_gain = tl.load(hidden_norm + column, mask=mask, other=0.0).to(tl.float32)
+    token_gain = tl.load(token_norm + column, mask=mask, other=0.0).to(tl.float32)
+    follow()
+    held = i < tl.load(starts + ROWS)
+    row = tl.minimum(tl.maximum(tl.load(token_rows + i), 0), ROWS - 1)
+    token = tl.load(ids + tl.minimum(i + row * DRAFTS + DEPTH, IDS - 1))
+    values = tl.load(hidden + i * WIDTH + column, mask=mask & held, other=0.0).to(tl.float32)
+    out = z + i * (2 * WIDTH) + column
+    tl.store(out, normalised(values, hidden_gain, EPS, WIDTH), mask=mask)
+    if WORLD > 1:
+        token -= tl.load(rank) * VOCAB
+        held = held & (token >= 0) & (token < VOCAB)
+    token = tl.minimum(tl.maximum(token, 0), VOCAB - 1).to(tl.int64)
+    known = tl.load(table + token * WIDTH + column, mask=mask & held, other=0.0).to(tl.float32)
+    if BACKBONE:
+        gain = tl.load(embed_norm + column, mask=mask, other=0.0).to(tl.float32)
+        normed = normalised(known, gain, EPS, WIDTH)
+        known = normed.to(table.dtype.element_ty).to(tl.float32)
+    tl.store(out + WIDTH, normalised(known, token_gain, EPS, WIDTH), mask=mask)
+
+
+def draft_input(
+    hidden: Tensor,
+    ids: Tensor,
+    table: Tensor,
+    embed_norm: Tensor,
+    hidden_norm: Tensor,
+    token_norm: Tensor,
+    token_rows: Tensor,
+    starts: Tensor,
+    peers: Tensor,
+    rank: Tensor,
+    depth: int,
+    drafts: int,
+    eps: float,
+    world: int,
+    backbone_norm: bool,
+) -> Tensor:
+    """Norm hidden states and tokens; see the package docstring."""
+    count, width = hidden.shape
+    z = hidden.new_empty(count, 2 * width)
+    block, warps = row_config(width)
+    launchable(draft_input_kernel)[(count,)](
+        hidden, ids, table, embed_norm, hidden_norm, token_norm, token_rows, starts, rank, z,
+        ROWS=starts.shape[0] - 1, IDS=ids.shape[0], VOCAB=table.shape[0], DEPTH=depth,
+        DRAFTS=drafts, EPS=eps, WORLD=world, BACKBONE=backbone_norm, WIDTH=width, BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+    return z
+
+
+def compile_cases() -> list[CompileCase]:
+    """A verify step of inkling-small, 8 rows and 8 drafts: the whole vocabulary, and a TP-8 shard."""
+    i32, cases = {"dtype": torch.int32}, []
+    for world in (1, 8):
+        norms = [meta(4096) for _ in range(3)]
+        cases += launches(
+            f"draft_input-tp{world}", draft_input, meta(136, 4096), meta(200, **i32),
+            meta(201024 // world, 4096), *norms, meta(136, **i32), meta(9, **i32),
+            meta(8, dtype=torch.int64), meta(4, **i32), 3, 8, 1e-6, world, True,
+        )  # fmt: skip
+    return cases
