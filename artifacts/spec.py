@@ -81,12 +81,25 @@ class ModelShape(Frozen):
         """Number of layers of one kind."""
         return sum(self.is_local(i) == local for i in range(self.layers))
 
+    def draft_kind(self, depth: int) -> LayerKind:
+        """Attention geometry of draft depth `depth`, counted from 0."""
+        return self.local if depth in self.drafts.local_depths else self.full
+
+    def draft_index_in_kind(self, depth: int) -> int:
+        """Position of draft depth `depth` among the depths of its kind."""
+        local = self.drafts.local_depths
+        return sum((i in local) == (depth in local) for i in range(depth))
+
 
 StepKind = Literal["decode", "extend", "verify"]
 
 
 class Bucket(Frozen):
-    """One program's static shape: `rows` requests over `tokens` tokens, `drafts` a row."""
+    """One program's static shape: `rows` requests over `tokens` tokens.
+
+    `drafts` is the most guessed tokens that a row has checked beside its last sampled one; above 0 in
+    `verify` programs alone.
+    """
 
     kind: StepKind
     rows: int
@@ -115,7 +128,11 @@ class PoolSizes(Frozen):
 
 
 class EngineSpec(Frozen):
-    """Everything that shapes an engine's programs and weights."""
+    """Everything that shapes an engine's programs and weights.
+
+    `spec_depth` is the number of drafts a round (0: no drafting), chosen among the first `draft_vocab`
+    ids; `draft_embed_norm` says whether the draft depths see embeddings after the backbone's norm.
+    """
 
     model: str
     shape: ModelShape
@@ -133,8 +150,19 @@ class EngineSpec(Frozen):
     threads: int = 1
     limits: SamplingLimits = SamplingLimits()
     draft_embed_norm: bool = True
+    draft_vocab: int = 0
 
     @property
     def rank_vocab(self) -> int:
         """Columns of one rank's logits: its rows of the head, without those of no real token."""
         return min(self.shape.real_vocab, self.shape.vocab // self.tp)
+
+    @property
+    def conv_ring(self) -> int:
+        """Convolution inputs that a slot keeps: those that the next token needs, and one a draft."""
+        return self.shape.conv_kernel - 1 + self.spec_depth
+
+    @property
+    def longest_chunk(self) -> int:
+        """Most prompt tokens of one row in a step."""
+        return max(bucket.tokens for bucket in self.buckets if bucket.kind == "extend")

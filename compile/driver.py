@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,25 @@ from inkling_engine.kernels import table
 from inkling_engine.kernels._op import use_references
 from inkling_engine.kernels.state import allocate, allocate_rows
 
+FAVOUR: Final = 1e3  # logit bias of a favourite, more than any logit
+
+
+class Guesses(NamedTuple):
+    """Drafts to plant for a row before a verify step (none: those that the engine made), and how many
+    of a row's drafts will be accepted."""
+
+    tokens: Sequence[int]
+    right: int
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """One row of a scripted step: `tokens` fed to `slot`; none means its last sampled token."""
+    """One row of a scripted step: `tokens` fed to `slot`; none means its last sampled token, in a
+    verify step (where `guesses` is given) with the drafts after it.
+
+    What counts at admission: `favourite`, a token that is certain to be drawn, and `accept`, one more
+    than the number of drafts accepted whatever they are (both 0: off).
+    """
 
     slot: int
     start: int
@@ -32,10 +48,13 @@ class Chunk:
     sample: bool = True
     temperature: float = 0.0
     snapshots: Sequence[int] = field(default=())
+    guesses: Guesses | None = None
+    favourite: int = 0
+    accept: int = 0
 
     @property
     def count(self) -> int:
-        """Tokens that the row processes."""
+        """Tokens that the row processes, without drafts."""
         return len(self.tokens) or 1
 
 
@@ -48,6 +67,14 @@ class Machine:
         self.spec, self.weights = spec, weights
         self.device = device
         self.pools = {entry.name: allocate(entry, device) for entry in pool_entries(spec)}
+
+    def guess(self, chunks: Sequence[Chunk]) -> None:
+        """Plant the drafts that `chunks` state."""
+        for chunk in chunks:
+            if chunk.guesses and chunk.guesses.tokens:
+                planted = torch.tensor(chunk.guesses.tokens, dtype=torch.int32)
+                self.pools["draft_tokens"][chunk.slot, : len(planted)] = planted.to(self.device)
+                self.pools["request_state"][chunk.slot, table.DRAFTS] = len(planted)
 
     def rows(self, inputs: Inputs, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         """Fresh row inputs that describe `chunks`."""
@@ -78,8 +105,8 @@ class Machine:
 
 def fill_rows(spec: EngineSpec, rows: Mapping[str, Tensor], chunks: Sequence[Chunk]) -> None:
     """Write `chunks` into zeroed row inputs; greedy unless a chunk has a temperature."""
-    longest = max(bucket.tokens for bucket in spec.buckets)
-    assert all(chunk.count <= longest for chunk in chunks), "a chunk overruns the window ring"
+    fits = all(chunk.count <= spec.longest_chunk for chunk in chunks)
+    assert fits, "a chunk overruns the window ring"
     tokens = [token for chunk in chunks for token in (chunk.tokens or (0,))]
     rows["token_ids"][: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     updates = [update for chunk in chunks for update in _page_updates(spec, chunk)]
@@ -99,17 +126,24 @@ def fill_rows(spec: EngineSpec, rows: Mapping[str, Tensor], chunks: Sequence[Chu
 def _fill_admission(spec: EngineSpec, ints: Tensor, floats: Tensor, chunk: Chunk) -> None:
     ints[table.ADMIT_SLOT], ints[table.ADMIT_LENGTH] = chunk.slot, chunk.start
     line = ints[table.ADMIT_HEADER :]
-    line[table.PROMPT_LENGTH] = line[table.MAX_TOKENS] = spec.max_context
+    line[table.PROMPT_LENGTH], line[table.MAX_TOKENS] = spec.max_context, 2 * spec.max_context
     line[table.SEED_LOW] = chunk.slot
     line[table.TOP_LOGPROBS] = spec.limits.top_logprobs
-    line[table.INT_HEADER : table.INT_HEADER + spec.limits.stop_ids] = table.INERT_TOKEN
+    line[table.DRAFT_LIMIT] = spec.spec_depth
+    line[table.FORCE_ACCEPT] = 1 + 17 * (chunk.accept - 1) if chunk.accept else 0
+    ids = line[table.INT_HEADER :]
+    ids[: spec.limits.stop_ids] = table.INERT_TOKEN
+    if chunk.favourite:
+        ids[spec.limits.stop_ids], floats[table.FLOAT_HEADER] = chunk.favourite, FAVOUR
     floats[table.TEMPERATURE] = chunk.temperature
     floats[table.TOP_P] = floats[table.REPETITION] = 1
 
 
 def _page_updates(spec: EngineSpec, chunk: Chunk) -> list[tuple[int, int, int, int]]:
     width, ring = spec.pools.table_width, spec.pools.window_ring
-    first, last = chunk.start // spec.page_size, (chunk.start + chunk.count - 1) // spec.page_size
+    ahead = spec.spec_depth * (1 if chunk.guesses is None else 2)  # draft KV, and the drafts' own
+    end = chunk.start + chunk.count + ahead
+    first, last = chunk.start // spec.page_size, min((end - 1) // spec.page_size, width - 1)
     updates = []
     for page in range(first, last + 1):
         entry = page % ring

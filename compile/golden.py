@@ -1,7 +1,8 @@
 """Golden inputs: short greedy continuations recorded from the eager reference.
 
 `verify` must reproduce their tokens and log-probabilities. A continuation ends before the first
-position whose two best logits are so close that rounding alone could exchange them.
+position whose two best logits are so close that rounding alone could exchange them. An engine that
+drafts must give what the same engine without drafting gives: that is what is recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def record(spec: EngineSpec, weights: Path | None, tokenizer: Path | None) -> by
     if weights is not None:
         with safe_open(weights, framework="pt") as tensors:
             loaded = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        cases = [_record_case(spec, loaded, prompt) for prompt in _prompts(spec, tokenizer)]
+        plain = msgspec.structs.replace(spec, spec_depth=0)
+        cases = [_record_case(plain, loaded, prompt) for prompt in _prompts(spec, tokenizer)]
     return msgspec.json.encode(Golden(cases=cases, tolerance=TOLERANCE[spec.dtype]))
 
 
@@ -57,7 +59,7 @@ def _record_case(
     spec: EngineSpec, weights: Mapping[str, Tensor], prompt: Sequence[int]
 ) -> GoldenCase:
     """The prompt is fed in chunks as an engine would: a ring of window pages holds no longer one."""
-    machine, size = Machine(spec, weights), max(bucket.tokens for bucket in spec.buckets)
+    machine, size = Machine(spec, weights), spec.longest_chunk
     starts = range(0, len(prompt), size)
     chunks = [Chunk(1, i, prompt[i : i + size], i == 0, i == starts[-1]) for i in starts]
     for chunk in chunks[:-1]:

@@ -10,7 +10,7 @@ import msgspec
 
 from inkling_engine.artifacts.compat import machine_memory
 from inkling_engine.artifacts.errors import DoesNotFitError
-from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.artifacts.spec import EngineSpec, LayerKind
 from inkling_engine.compile.models.inkling.sizes import weight_bill
 from inkling_engine.compile.options import steady_window_pages
 from inkling_engine.compile.pools import ITEM_SIZE, entry_bytes, pool_entries, rank_kv_heads
@@ -21,7 +21,10 @@ SLACK = {"cuda": 2 << 30, "cpu": 256 << 20}
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a rank, line by line; `fits_*` say what a device of `device_memory` can hold."""
+    """Bytes a rank, line by line; `fits_*` say what a device of `device_memory` can hold.
+
+    Draft lines are of the depths that a round runs, without drafting of all that the model has.
+    """
 
     text_decoder: int
     text_decoder_padding: int
@@ -59,12 +62,12 @@ def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
     conv, scattered = _conv(spec, scattered=False), _conv(spec, scattered=True)
     per_token, per_page_token = _kv_per_token(spec, local=False), _kv_per_token(spec, local=True)
     window_pages = steady_window_pages(spec.shape, spec.page_size) * spec.page_size
-    draft_token, draft_request = _draft_state(spec)
-    per_request = (
-        conv + per_page_token * window_pages + _table(spec) + draft_request * bool(spec.spec_depth)
-    )
+    draft_token, draft_page_token, draft_saved = _draft_state(spec)
+    draft_request = draft_saved + draft_page_token * window_pages
+    drafting = bool(spec.spec_depth)
+    per_request = conv + per_page_token * window_pages + _table(spec) + draft_request * drafting
     free = max(0, memory - weight_bytes - programs - slack)
-    token = per_token + draft_token * bool(spec.spec_depth)
+    token = per_token + draft_token * drafting
     return Bill(
         text_decoder=weights.text_decoder,
         text_decoder_padding=weights.text_decoder_padding,
@@ -80,7 +83,7 @@ def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
         table_per_request=_table(spec),
         draft_kv_per_token=draft_token,
         draft_state_per_request=draft_request,
-        snapshots=spec.pools.snapshots * conv,
+        snapshots=spec.pools.snapshots * (conv + draft_saved * drafting),
         pools=pools,
         programs=programs,
         slack=slack,
@@ -100,7 +103,8 @@ def fit_pools(spec: EngineSpec, device_memory: int | None = None) -> EngineSpec:
     """
     bill = memory_bill(spec, device_memory)
     excess = max(0, bill.total - bill.device_memory)
-    page = max(1, bill.kv_full_per_token * spec.page_size)
+    token = bill.kv_full_per_token + bill.draft_kv_per_token * bool(spec.spec_depth)
+    page = max(1, token * spec.page_size)
     pages = max(1 + spec.pools.table_width, spec.pools.full_pages - -(-excess // page))
     return msgspec.structs.replace(
         spec, pools=msgspec.structs.replace(spec.pools, full_pages=pages)
@@ -120,19 +124,22 @@ def require_fit(spec: EngineSpec, bill: Bill) -> None:
 
 def _kv_per_token(spec: EngineSpec, *, local: bool) -> int:
     kind = spec.shape.local if local else spec.shape.full
-    layer = 2 * rank_kv_heads(kind, spec.tp) * kind.head_dim * ITEM_SIZE[spec.dtype]
-    return layer * spec.shape.count(local=local)
+    return _kv_channels(spec, kind) * ITEM_SIZE[spec.dtype] * spec.shape.count(local=local)
+
+
+def _kv_channels(spec: EngineSpec, kind: LayerKind) -> int:
+    return 2 * rank_kv_heads(kind, spec.tp) * kind.head_dim
 
 
 def _conv(spec: EngineSpec, *, scattered: bool) -> int:
     """Bytes of one request's windows: k and v by head, attn and mlp whole or by channel shard."""
-    shape, taps = spec.shape, spec.shape.conv_kernel - 1
+    shape = spec.shape
     hidden = shape.hidden // spec.tp if scattered else shape.hidden
     channels = 2 * shape.layers * hidden
     for local in (True, False):
         kind = shape.local if local else shape.full
-        channels += 2 * rank_kv_heads(kind, spec.tp) * kind.head_dim * shape.count(local=local)
-    return taps * channels * ITEM_SIZE[spec.dtype]
+        channels += _kv_channels(spec, kind) * shape.count(local=local)
+    return spec.conv_ring * channels * ITEM_SIZE[spec.dtype]
 
 
 def _table(spec: EngineSpec) -> int:
@@ -141,16 +148,19 @@ def _table(spec: EngineSpec) -> int:
     return sum(entry_bytes(entry) for entry in tables if len(entry.shape) == 2) // lines
 
 
-def _draft_state(spec: EngineSpec) -> tuple[int, int]:
-    """Bytes of the draft depths' state: (full depths a token, local depths and convs a request)."""
-    shape, item, taps = spec.shape, ITEM_SIZE[spec.dtype], spec.shape.conv_kernel - 1
-    per_token = per_request = 0
-    for depth in range(shape.drafts.depths):
-        kind = shape.local if depth in shape.drafts.local_depths else shape.full
-        channels = 2 * rank_kv_heads(kind, spec.tp) * kind.head_dim
-        per_request += taps * (channels + 2 * shape.hidden) * item
+def _draft_state(spec: EngineSpec) -> tuple[int, int, int]:
+    """Bytes of the draft depths' state: KV of full depths a token, of local depths a token, and what
+    a request has and a snapshot keeps of it: windows, and what rows are computed again from."""
+    shape, item = spec.shape, ITEM_SIZE[spec.dtype]
+    full = local = windows = 0
+    depths = spec.spec_depth or shape.drafts.depths
+    for depth in range(depths):
+        kind = shape.draft_kind(depth)
+        channels = _kv_channels(spec, kind)
+        windows += channels + 2 * shape.hidden
         if kind.window:
-            per_request += kind.window * channels * item
+            local += channels * item
         else:
-            per_token += channels * item
-    return per_token, per_request
+            full += channels * item
+    again = depths * (shape.hidden * item + ITEM_SIZE["int32"])
+    return full, local, spec.conv_ring * windows * item + again

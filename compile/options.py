@@ -34,7 +34,11 @@ BUCKET = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 
 
 class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `compile-engine` was asked for; None means decided from model and target."""
+    """What `compile-engine` was asked for; None means decided from model and target.
+
+    `draft_vocab` (a field of `--config` alone) has drafts chosen among that many first ids: ids are
+    roughly by frequency, and fewer rows of the head are cheaper to read.
+    """
 
     model: str
     checkpoint: str | None = None
@@ -50,6 +54,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_size: int = 64
     snapshot_grid: int = 256
     spec_depth: int = 0
+    draft_vocab: int | None = None
     rank_weights: str | None = None
     jobs: int = 1
 
@@ -64,7 +69,7 @@ def make_spec(options: BuildOptions, name: str, shape: ModelShape, device: str) 
     context = options.max_context or shape.max_context
     decode = _decode_rows(options, device)
     running = options.max_running or max(decode)
-    buckets = (*_decode_buckets(decode), *_extend_buckets(options, device, running))
+    buckets = (*_decode_buckets(decode, options), *_extend_buckets(options, device, running))
     return EngineSpec(
         model=name,
         shape=shape,
@@ -79,6 +84,7 @@ def make_spec(options: BuildOptions, name: str, shape: ModelShape, device: str) 
         spec_depth=options.spec_depth,
         buckets=buckets,
         pools=_pool_sizes(options, shape, context, running, buckets),
+        draft_vocab=_draft_vocab(options, shape),
     )
 
 
@@ -106,10 +112,11 @@ def _pool_sizes(
     running: int,
     buckets: tuple[Bucket, ...],
 ) -> PoolSizes:
-    page = options.page_size
-    width = -(-context // page)
+    page, ahead = options.page_size, options.spec_depth  # draft KV lies that many tokens ahead
+    width = -(-(context + ahead) // page)
     chunk = max(bucket.tokens for bucket in buckets if bucket.kind == "extend")
-    ring = min(width, (shape.local.window + chunk + page - 3) // page + 1)
+    written = max(chunk, 1 + ahead) + ahead
+    ring = min(width, (shape.local.window + written + page - 3) // page + 1)
     return PoolSizes(
         slots=1 + 2 * running,
         snapshots=running,
@@ -133,8 +140,12 @@ def _decode_rows(options: BuildOptions, device: str) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def _decode_buckets(rows: tuple[int, ...]) -> list[Bucket]:
-    return [Bucket(kind="decode", rows=r, tokens=r) for r in sorted(set(rows))]
+def _decode_buckets(rows: tuple[int, ...], options: BuildOptions) -> list[Bucket]:
+    """One token a row, or with drafting a row's last token and its drafts."""
+    drafts, kind = options.spec_depth, "verify" if options.spec_depth else "decode"
+    return [
+        Bucket(kind=kind, rows=r, tokens=r * (1 + drafts), drafts=drafts) for r in sorted(set(rows))
+    ]
 
 
 def _extend_buckets(options: BuildOptions, device: str, running: int) -> list[Bucket]:
@@ -164,7 +175,6 @@ def _check_numbers(options: BuildOptions, shape: ModelShape) -> None:
         ("max_running", 1, 4096),
         ("page_size", 1, 1024),
         ("snapshot_grid", 1, shape.max_context),
-        ("spec_depth", 0, shape.drafts.depths),
         ("tp", 1, 8),
         ("jobs", 1, 256),
     ):
@@ -172,9 +182,34 @@ def _check_numbers(options: BuildOptions, shape: ModelShape) -> None:
         if value is not None and not least <= value <= most:
             option = "--" + field.replace("_", "-")
             raise UsageError(option, value, f"{least} to {most}", "choose a value in that range")
+    _check_drafting(options, shape)
     if options.snapshot_grid % options.page_size:
         expected = f"a multiple of --page-size {options.page_size}"
         raise UsageError("--snapshot-grid", options.snapshot_grid, expected, "change one of them")
+
+
+def _check_drafting(options: BuildOptions, shape: ModelShape) -> None:
+    """Refuse more drafts than the checkpoint can make, or than a round may cross the grid with."""
+    option, depth, depths = "--spec-depth", options.spec_depth, shape.drafts.depths
+    if not 0 <= depth <= depths:
+        remedy = "choose a value in that range" if depths else "the model has no draft depths"
+        raise UsageError(option, depth, f"0 to {depths}", remedy)
+    if depth >= options.snapshot_grid:
+        expected = f"less than --snapshot-grid {options.snapshot_grid}"
+        raise UsageError(option, depth, expected, "change one of them")
+    if options.draft_vocab is not None and not depth:
+        found = f"{options.draft_vocab} without drafting"
+        raise UsageError("draft_vocab", found, "--spec-depth above 0", "add it or drop draft_vocab")
+    if options.draft_vocab is not None and not 1 <= options.draft_vocab <= shape.real_vocab:
+        expected = f"1 to {shape.real_vocab}"
+        raise UsageError("draft_vocab", options.draft_vocab, expected, "choose a value in it")
+
+
+def _draft_vocab(options: BuildOptions, shape: ModelShape) -> int:
+    """How many of a rank's first ids are drafted among; 0 without drafting."""
+    if not options.spec_depth:
+        return 0
+    return min(options.draft_vocab or shape.real_vocab, shape.vocab // options.tp)
 
 
 def _arch(given: str | None, device: str) -> str:

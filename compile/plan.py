@@ -135,9 +135,6 @@ def require_buildable(plan: Plan) -> None:
         expected = "1 for an engine with weights in this version (plan others with --dry-run)"
         remedy = "build with --tp 1, or the programs alone of a preset without --checkpoint"
         raise UsageError("--tp", spec.tp, expected, remedy)
-    if spec.spec_depth:
-        expected = "0 in this version (larger values can be planned with --dry-run)"
-        raise UsageError("--spec-depth", spec.spec_depth, expected, "build with --spec-depth 0")
 
 
 def plan_json(plan: Plan) -> dict[str, object]:

@@ -19,19 +19,20 @@ ITEM_SIZE = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
 
 def destinations(spec: EngineSpec, bucket: Bucket) -> int:
     """Most grid boundaries that one row of `bucket` can cross in a step."""
-    longest = 1 if bucket.kind == "decode" else bucket.tokens
+    longest = bucket.tokens if bucket.kind == "extend" else 1 + bucket.drafts
     return (longest - 1) // spec.snapshot_grid + 1
 
 
 def pool_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
     """Every pool of one rank, in program input order."""
-    return (*_state_pools(spec), *_table_pools(spec))
+    drafts = _draft_pools(spec) if spec.spec_depth else []
+    return (*_state_pools(spec), *drafts, *_table_pools(spec))
 
 
 def row_entries(spec: EngineSpec, bucket: Bucket) -> tuple[tuple[RowEntry, ...], int]:
     """Row inputs of `bucket` as views of one buffer, and the buffer's size in bytes."""
     rows, tokens = bucket.rows, bucket.tokens
-    updates = 2 * (tokens // spec.page_size + 2 * rows)
+    updates = 2 * ((tokens + rows * spec.spec_depth) // spec.page_size + 2 * rows)
     shapes: dict[str, tuple[int, ...]] = {
         "row_slots": (rows,),
         "row_counts": (rows,),
@@ -76,27 +77,46 @@ def _most_destinations(spec: EngineSpec) -> int:
 
 
 def _state_pools(spec: EngineSpec) -> list[TensorEntry]:
-    shape, sizes, act = spec.shape, spec.pools, spec.dtype
+    kinds = [spec.shape.is_local(layer) for layer in range(spec.shape.layers)]
+    return _block_pools(spec, "", kinds)
+
+
+def _draft_pools(spec: EngineSpec) -> list[TensorEntry]:
+    """The depths' KV and windows, and what the rows behind a frontier are computed again from: the
+    target's last hidden rows and the last tokens of each slot."""
+    depths, slots = spec.spec_depth, spec.pools.slots
+    kinds = [depth in spec.shape.drafts.local_depths for depth in range(depths)]
+    hidden, recent = (slots, depths, spec.shape.hidden), (slots, depths)
+    return [
+        *_block_pools(spec, "draft_", kinds),
+        TensorEntry(name="draft_hidden", dtype=spec.dtype, shape=hidden),
+        TensorEntry(name="recent_tokens", dtype="int32", shape=recent),
+    ]
+
+
+def _block_pools(spec: EngineSpec, family: str, kinds: list[bool]) -> list[TensorEntry]:
+    """KV pages and convolution rings of blocks that are local where `kinds` says so."""
+    shape, sizes, act, ring = spec.shape, spec.pools, spec.dtype, spec.conv_ring
     entries = []
     for name, kind, pages in (
         ("full", shape.full, sizes.full_pages),
         ("window", shape.local, sizes.window_pages),
     ):
-        layers = shape.count(local=name == "window")
+        blocks = kinds.count(name == "window")
         heads = rank_kv_heads(kind, spec.tp)
-        paged = (layers, pages, 2, heads, spec.page_size, kind.head_dim)
-        taps = (layers, sizes.slots, shape.conv_kernel - 1, 2 * heads * kind.head_dim)
-        entries.append(TensorEntry(name=f"kv_{name}", dtype=act, shape=paged))
-        entries.append(TensorEntry(name=f"conv_kv_{name}", dtype=act, shape=taps))
-    for name in ("conv_attn", "conv_mlp"):
-        taps = (shape.layers, sizes.slots, shape.conv_kernel - 1, shape.hidden)
-        entries.append(TensorEntry(name=name, dtype=act, shape=taps))
+        paged = (blocks, pages, 2, heads, spec.page_size, kind.head_dim)
+        taps = (blocks, sizes.slots, ring, 2 * heads * kind.head_dim)
+        entries.append(TensorEntry(name=f"kv_{family}{name}", dtype=act, shape=paged))
+        entries.append(TensorEntry(name=f"conv_kv_{family}{name}", dtype=act, shape=taps))
+    for name in ("attn", "mlp"):
+        taps = (len(kinds), sizes.slots, ring, shape.hidden)
+        entries.append(TensorEntry(name=f"conv_{family}{name}", dtype=act, shape=taps))
     return entries
 
 
 def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
     sizes, top = spec.pools, spec.limits.top_logprobs
-    lines = 1 + spec.max_running
+    lines, emitted = 1 + spec.max_running, 1 + spec.spec_depth
     rows = max(bucket.rows for bucket in spec.buckets)
     ints: dict[str, tuple[int, ...]] = {
         "request_state": (lines, table.STATE_WIDTH),
@@ -106,14 +126,14 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
         "window_table": (lines, sizes.window_ring),
         "snapshot_slots": (lines, _most_destinations(spec)),
         "snapshot_lengths": (sizes.slots,),
-        "draft_tokens": (lines, 1),
-        "results_int": (sizes.results, rows, table.RESULT_HEADER + 1 + top),
+        "draft_tokens": (lines, max(spec.spec_depth, 1)),
+        "results_int": (sizes.results, rows, table.RESULT_HEADER + emitted * (1 + top)),
         "rank": (4,),
     }
     entries = [TensorEntry(name=n, dtype="int32", shape=s) for n, s in ints.items()]
     floats: dict[str, tuple[int, ...]] = {
         "request_floats": (lines, float_columns(spec)),
-        "results_float": (sizes.results, rows, 1 + top),
+        "results_float": (sizes.results, rows, emitted * (1 + top)),
     }
     entries += [TensorEntry(name=n, dtype="float32", shape=s) for n, s in floats.items()]
     wide = {"step_counter": (4,), "peers": (MAX_WORLD,)}

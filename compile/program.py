@@ -60,7 +60,13 @@ def workspace(spec: EngineSpec, bucket: Bucket) -> int:
     kind = max(shape.full, shape.local, key=lambda kind: kind.heads * kind.extent)
     strips = kind.heads * 2 * (kind.extent + 128)  # relative bias of extend attention
     widest = max(2 * shape.dense_width, experts, 2 * shape.hidden, strips)
-    return 4 * max(bucket.tokens * widest, 2 * bucket.rows * shape.vocab, 1 << 20)
+    tokens = bucket.tokens + bucket.rows * spec.spec_depth  # of the draft phase
+    return 4 * max(tokens * widest, 2 * samples(bucket) * shape.vocab, 1 << 20)
+
+
+def samples(bucket: Bucket) -> int:
+    """Rows of the step's logits: one a request, in a verify step one a token."""
+    return bucket.tokens if bucket.drafts else bucket.rows
 
 
 def _prove(spec: EngineSpec, bucket: Bucket, package: Path) -> None:
@@ -90,7 +96,7 @@ def _lower(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
     inputs = program_inputs(spec, bucket, step_weights(spec))
     program, ops = export_step(spec, bucket, inputs)
     compile_program(program, spec, package, workspace(spec, bucket))
-    logits = (bucket.rows, spec.rank_vocab)
+    logits = (samples(bucket), spec.rank_vocab)
     return ProgramEntry(
         name=program_name(bucket),
         bucket=bucket,

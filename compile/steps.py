@@ -1,4 +1,5 @@
-"""One step as a pure function of (weights, pools, row inputs): metadata, layers, sampling, commit.
+"""One step as a pure function of (weights, pools, row inputs): metadata, layers, sampling, commit,
+and in an engine with drafting the next drafts.
 
 Every kind of step is this code. All mutation is declared by the ops' schemas: one-shot row lines,
 pools and the request table; the logits are the only value returned.
@@ -11,11 +12,18 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.models.inkling.drafts import DraftDecoder
 from inkling_engine.compile.models.inkling.model import Decoder
 from inkling_engine.compile.pools import destinations
 from inkling_engine.kernels.commit import commit
+from inkling_engine.kernels.draft_commit import draft_commit
+from inkling_engine.kernels.draft_gather import draft_gather
+from inkling_engine.kernels.draft_metadata import DraftMeta, draft_metadata
+from inkling_engine.kernels.draft_sample import draft_sample
 from inkling_engine.kernels.sample import sample
 from inkling_engine.kernels.step_metadata import StepMeta, step_metadata
+
+Tensors = Mapping[str, Tensor]
 
 TABLE_POOLS = (
     "request_state",
@@ -28,7 +36,6 @@ TABLE_POOLS = (
     "snapshot_lengths",
     "draft_tokens",
 )
-NO_DRAFTS = 0
 ROW_INPUTS = (
     "row_slots",
     "row_counts",
@@ -43,13 +50,10 @@ ROW_INPUTS = (
 
 
 def step(
-    spec: EngineSpec,
-    bucket: Bucket,
-    weights: Mapping[str, Tensor],
-    pools: Mapping[str, Tensor],
-    rows: Mapping[str, Tensor],
+    spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
 ) -> Tensor:
-    """Run one step of `bucket`; returns the logits [rows, rank vocabulary] float32."""
+    """Run one step of `bucket`; returns the logits [samples, rank vocabulary] float32 (a sample a row,
+    in a verify step one a token)."""
     meta = StepMeta(
         *step_metadata(
             *(pools[name] for name in TABLE_POOLS),
@@ -57,17 +61,20 @@ def step(
             spec.page_size,
             spec.snapshot_grid,
             destinations(spec, bucket),
-            NO_DRAFTS,
+            bucket.drafts,
         )
     )
     decoder = Decoder(spec.shape, weights, pools, meta, spec.tp)
-    logits = decoder.logits(bucket.kind)
-    _sample_and_commit(spec, pools, meta, logits)
+    hidden = decoder.hidden(bucket)
+    logits = decoder.logits(hidden)
+    _sample_and_commit(spec, bucket, pools, meta, logits)
+    if spec.spec_depth:
+        _draft(spec, bucket, weights, pools, meta, hidden)
     return logits
 
 
 def _sample_and_commit(
-    spec: EngineSpec, pools: Mapping[str, Tensor], meta: StepMeta, logits: Tensor
+    spec: EngineSpec, bucket: Bucket, pools: Tensors, meta: StepMeta, logits: Tensor
 ) -> None:
     limits = spec.limits
     chosen = sample(
@@ -86,7 +93,7 @@ def _sample_and_commit(
         limits.stop_ids,
         limits.bias_ids,
         limits.top_logprobs,
-        NO_DRAFTS,
+        bucket.drafts,
     )
     commit(
         pools["request_state"],
@@ -106,5 +113,73 @@ def _sample_and_commit(
         meta.destination_slots,
         meta.destination_offsets,
         limits.stop_ids,
-        NO_DRAFTS,
+        bucket.drafts,
+    )
+
+
+def _draft(
+    spec: EngineSpec,
+    bucket: Bucket,
+    weights: Tensors,
+    pools: Tensors,
+    step_meta: StepMeta,
+    hidden: Tensor,
+) -> None:
+    """Bring the draft depths up to the frontier and choose the next round's drafts."""
+    drafts = spec.spec_depth
+    meta = DraftMeta(
+        *draft_metadata(
+            pools["request_state"],
+            pools["full_table"],
+            pools["window_table"],
+            pools["recent_tokens"],
+            step_meta.tokens,
+            step_meta.slots,
+            step_meta.sources,
+            step_meta.starts,
+            step_meta.lengths,
+            step_meta.destination_slots,
+            step_meta.destination_offsets,
+            step_meta.emits,
+            spec.page_size,
+            drafts,
+            1 + drafts if bucket.drafts else 0,
+        )
+    )
+    first = draft_gather(
+        hidden, pools["draft_hidden"], meta.token_rows, meta.hidden_rows, meta.sources, meta.starts
+    )
+    decoder = DraftDecoder(spec, weights, pools, meta)
+    for depth, logits in enumerate(decoder.logits(first)):
+        draft_sample(
+            logits,
+            pools["token_counts"],
+            pools["request_state"],
+            pools["request_ints"],
+            pools["request_floats"],
+            pools["draft_tokens"],
+            meta.ids,
+            meta.slots,
+            meta.starts,
+            meta.lengths,
+            meta.emits,
+            depth,
+            drafts,
+            spec.limits.stop_ids,
+            spec.limits.bias_ids,
+        )
+    draft_commit(
+        pools["request_state"],
+        pools["draft_hidden"],
+        pools["recent_tokens"],
+        pools["request_ints"],
+        first,
+        meta.ids,
+        meta.slots,
+        meta.starts,
+        meta.lengths,
+        meta.destination_slots,
+        meta.destination_offsets,
+        meta.emits,
+        drafts,
     )

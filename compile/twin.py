@@ -20,15 +20,14 @@ from inkling_engine.artifacts.manifest import TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import Inputs
-from inkling_engine.compile.pools import destinations, entry_bytes, pool_entries
+from inkling_engine.compile.pools import entry_bytes, pool_entries
+from inkling_engine.compile.script import longest, script
 from inkling_engine.kernels import table
 from inkling_engine.kernels.state import random_weight
 
 SMALL_BYTES = 1 << 30
-STEPS = 3
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.0}
-CHOICE = table.RESULT_HEADER + 1  # up to the sampled token
-DEVICE_COLUMNS = [table.LENGTH, table.GENERATED, table.FINISH]  # whatever token was sampled
+DEVICE_COLUMNS = [table.LENGTH, table.GENERATED, table.FINISH, table.DRAFTS]
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
@@ -59,8 +58,7 @@ def reduced(spec: EngineSpec) -> EngineSpec:
         real_vocab=500,
     )
     running = max(bucket.rows for bucket in spec.buckets)
-    longest = STEPS * max(_share(spec, bucket, _rows(spec, bucket)) for bucket in spec.buckets)
-    width = -(-longest // spec.page_size)
+    width = -(-longest(spec) // spec.page_size)
     pools = shrink(
         spec.pools,
         slots=1 + 2 * running,
@@ -70,7 +68,8 @@ def reduced(spec: EngineSpec) -> EngineSpec:
         full_pages=1 + running * width,
         window_pages=1 + running * width,
     )
-    return shrink(spec, shape=small, tp=1, max_running=running, pools=pools)
+    vocab = min(spec.draft_vocab, small.real_vocab)
+    return shrink(spec, shape=small, tp=1, max_running=running, pools=pools, draft_vocab=vocab)
 
 
 def prove(spec: EngineSpec, bucket: Bucket, inputs: Inputs, run: Run) -> None:
@@ -83,6 +82,7 @@ def prove(spec: EngineSpec, bucket: Bucket, inputs: Inputs, run: Run) -> None:
     compiled = Machine(spec, there, spec.device)
     eager = Machine(spec, weights) if spec.dtype == "float32" else Machine(spec, there, spec.device)
     for number, chunks in enumerate(script(spec, bucket)):
+        eager.guess(chunks)
         for name, pool in eager.pools.items():
             compiled.pools[name].copy_(pool)
         expected_rows, rows = eager.rows(inputs, chunks), compiled.rows(inputs, chunks)
@@ -99,44 +99,12 @@ def prove(spec: EngineSpec, bucket: Bucket, inputs: Inputs, run: Run) -> None:
             _compare(f"{where} row input {name}", rows[name], tensor, spec.dtype)
         state, wanted = (m.pools["request_state"][:, DEVICE_COLUMNS] for m in (compiled, eager))
         _compare(f"{where} pool request_state", state, wanted, spec.dtype)
-        _compare_choices(where, eager, compiled, expected)
+        _compare_choices(where, eager, compiled, expected, [_samples(bucket, c) for c in chunks])
 
 
-def script(spec: EngineSpec, bucket: Bucket) -> list[list[Chunk]]:
-    """Steps of uneven chunks over all rows but one, with snapshots and one sampled row."""
-    rows = _rows(spec, bucket)
-    lengths, generator = [0] * rows, torch.Generator().manual_seed(0)
-    first_snapshot, most = 1 + spec.max_running, destinations(spec, bucket)
-    steps = []
-    for number in range(STEPS):
-        chunks = []
-        for i in range(rows):
-            count = max(1, _share(spec, bucket, rows) * (i + 1) // rows)
-            follow = number > 0 and (bucket.kind == "decode" or i == rows - 1)
-            ids = torch.randint(0, spec.shape.real_vocab, (count,), generator=generator).tolist()
-            slots = range(first_snapshot + i, first_snapshot + spec.pools.snapshots, rows)
-            chunk = Chunk(
-                slot=1 + i,
-                start=lengths[i],
-                tokens=() if follow else ids,
-                admit=number == 0,
-                sample=number > 0 or bucket.kind == "decode" or i == rows - 1,
-                temperature=0.8 if i == 1 else 0.0,
-                snapshots=tuple(slots)[:most],
-            )
-            lengths[i] += chunk.count
-            chunks.append(chunk)
-        steps.append(chunks)
-    return steps
-
-
-def _rows(spec: EngineSpec, bucket: Bucket) -> int:
-    return max(1, min(bucket.rows - 1, spec.max_running))
-
-
-def _share(spec: EngineSpec, bucket: Bucket, rows: int) -> int:
-    """Most tokens that the script gives to one row: all steps together stay in the context."""
-    return 1 if bucket.kind == "decode" else min(bucket.tokens // rows, spec.max_context // STEPS)
+def _samples(bucket: Bucket, chunk: Chunk) -> int:
+    """Rows of the logits that a scripted row has: none of its drafts are cut off."""
+    return 1 + bucket.drafts if bucket.drafts and chunk.guesses else 1
 
 
 def _compare(what: str, found: Tensor, expected: Tensor, dtype: str) -> None:
@@ -154,17 +122,20 @@ def _compare(what: str, found: Tensor, expected: Tensor, dtype: str) -> None:
         )
 
 
-def _compare_choices(where: str, eager: Machine, compiled: Machine, logits: Tensor) -> None:
-    """Sampled tokens must agree wherever the reference's own margin is above the tolerance."""
-    rows = logits.shape[0]
-    ints, found = eager.results(rows)[0].cpu(), compiled.results(rows)[0].cpu()
+def _compare_choices(
+    where: str, eager: Machine, compiled: Machine, logits: Tensor, samples: Sequence[int]
+) -> None:
+    """Sampled tokens must agree wherever the reference's own margins are above the tolerance."""
+    ints, found = (machine.results(len(samples))[0].cpu() for machine in (eager, compiled))
     best = logits.cpu().topk(2).values
-    clear = (best[:, 0] - best[:, 1]) > 4 * TOLERANCE[eager.spec.dtype] * best.abs().max()
-    temperature = eager.pools["request_floats"].cpu()[ints[:, 0].long(), 0]
-    for row in range(rows):
-        same = torch.equal(found[row, :CHOICE], ints[row, :CHOICE])
-        if clear[row] and temperature[row] == 0 and not same:
+    near = (best[:, 0] - best[:, 1]) <= 4 * TOLERANCE[eager.spec.dtype] * best.abs().max()
+    temperature = eager.pools["request_floats"].cpu()[ints[:, 0].long(), table.TEMPERATURE]
+    width, first = table.RESULT_HEADER + 1 + eager.spec.spec_depth, 0
+    for row, count in enumerate(samples):
+        unclear, first = near[first : first + count].any(), first + count
+        line, wanted = found[row, :width], ints[row, :width]
+        if not unclear and temperature[row] == 0 and not torch.equal(line, wanted):
             raise FailedError(
-                "gate twin", f"{where} row {row}: {found[row, :CHOICE].tolist()}",
-                f"{ints[row, :CHOICE].tolist()}", "report this",
+                "gate twin", f"{where} row {row}: {line.tolist()}", f"{wanted.tolist()}",
+                "report this",
             )  # fmt: skip

@@ -6,8 +6,6 @@ from inkling_engine.artifacts.manifest import TensorEntry
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.compile.models.inkling.names import recipes
 
-DRAFT_WEIGHTS = ("drafts.", "chain_norm")
-
 
 def weight_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
     """Every tensor of a rank's weight file, in file order."""
@@ -18,5 +16,12 @@ def weight_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
 
 
 def step_weights(spec: EngineSpec) -> tuple[TensorEntry, ...]:
-    """The tensors that a step without drafting reads."""
-    return tuple(e for e in weight_entries(spec) if not e.name.startswith(DRAFT_WEIGHTS))
+    """The tensors that the programs read: of the draft depths those that draft."""
+    return tuple(entry for entry in weight_entries(spec) if _is_read(entry.name, spec.spec_depth))
+
+
+def _is_read(name: str, drafts: int) -> bool:
+    scope, *rest = name.split(".")
+    if scope == "drafts":
+        return int(rest[0]) < drafts
+    return scope != "chain_norm" or drafts > 0

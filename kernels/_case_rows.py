@@ -1,7 +1,7 @@
 """Rows, pages and pools of a step for the cases of ops that keep state.
 
 Whatever a live row must not read is NaN: slot 0, page 0, pages and slots that no row names, and
-the old windows of rows of length 0.
+what rings hold of positions that no row sees.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Step:
     page_size: int = 64
     table_width: int = 6
     lines: int = 0
+    ring: int = 3
 
     @property
     def counts(self) -> list[int]:
@@ -123,13 +124,14 @@ class Step:
         live = torch.arange(self.bucket_tokens) < self.starts[-1]
         return (pages * self.page_size + positions % self.page_size) * live
 
-    def windows(self, layers: int, slots: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Conv windows [layers, slots, 3, width]: values only where a row resumes, else NaN."""
-        pool = torch.full((layers, slots, 3, width), torch.nan, dtype=dtype)
+    def rings(self, layers: int, slots: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Conv rings [layers, slots, `ring`, width]: only what a row resumes from, else NaN."""
+        pool = torch.full((layers, slots, self.ring, width), torch.nan, dtype=dtype)
         for row in self.rows:
-            if row.length > 0:
-                source = row.source or row.slot
-                pool[:, source] = normal(layers, 3, width, dtype=dtype, seed=source)
+            source = row.source or row.slot
+            values = normal(layers, 3, width, dtype=dtype, seed=source)
+            for i in range(max(0, 3 - row.length), 3):
+                pool[:, source, (row.length - 3 + i) % self.ring] = values[:, i]
         return pool
 
     def kv(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Tensor:

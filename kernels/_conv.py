@@ -1,9 +1,12 @@
-"""The short convolution with its three-input window (spec 5.5), as the references use it.
+"""The short convolution with its ring of inputs (spec 5.5), as the references use it.
 
-For one row: z = old ++ x, the old window followed by the new inputs. Token i gives
-y[i] = x[i] + sum_j w[j] * z[i + j]; the new window is z[n : n + 3]; a snapshot at offset o is
-z[o : o + 3]. The old windows of all rows are read before anything is written, for a row may start
-from another slot's window (`sources`) and a snapshot near the chunk's start mixes old and new.
+The input of position p of a request lies at entry p % RING of its slot's ring, RING >= 3. A row of
+c tokens from position n on sees z = the inputs at n-3 .. n+c-1; those before position 0 are zeros,
+masked by the row's length. Token i gives y[i] = x[i] + sum_j w[j] * z[i + j]. The row leaves its
+last min(c, RING) inputs, and what it saw of another slot (`sources`); a snapshot at offset o gets
+z[o : o + 3]. So what a row leaves past the length that is committed later is overwritten, unread.
+The old inputs of all rows are read before anything is written: a row may start from another row's
+slot, and a snapshot near the chunk's start mixes old and new.
 """
 
 from typing import NamedTuple
@@ -30,8 +33,8 @@ class Rows(NamedTuple):
 def short_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: Rows) -> Tensor:
     """Convolve `x` [T, C] with `weight` [C, 4] (last tap: the current token) -> fp32 [T, C].
 
-    `pool` [slots, 3, C] holds one layer's windows, oldest first; new windows and snapshots are
-    written to it. A padded token is convolved as if it had no history.
+    `pool` [slots, RING, C] holds one layer's rings; new inputs and snapshots are written to it. A
+    padded token is convolved as if it had no history.
     """
     starts = rows.starts.tolist()
     strips = [_strip(x, pool, rows, row) for row in range(len(starts) - 1)]
@@ -43,12 +46,17 @@ def short_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: Rows) -> Tensor:
     return torch.cat(parts)
 
 
+def window(ring: Tensor, length: int) -> Tensor:
+    """The three inputs before position `length` [.., 3, C], oldest first, zeros before position 0,
+    of a ring [.., RING, C]."""
+    positions = torch.arange(length - WINDOW, length, device=ring.device)
+    return ring[..., positions % ring.shape[-2], :].where((positions >= 0)[:, None], 0)
+
+
 def _strip(x: Tensor, pool: Tensor, rows: Rows, row: int) -> Tensor:
-    """z of one row [3 + n, C]: the old window is masked, not read, at length 0."""
+    """z of one row [3 + c, C]."""
     begin, end = rows.starts[row : row + 2].tolist()
-    resumed = int(rows.lengths[row]) > 0
-    old = pool[int(rows.sources[row])] if resumed else x.new_zeros(WINDOW, x.shape[1])
-    return torch.cat([old, x[begin:end]])
+    return torch.cat([window(pool[int(rows.sources[row])], int(rows.lengths[row])), x[begin:end]])
 
 
 def _convolve(strip: Tensor, weight: Tensor) -> Tensor:
@@ -61,10 +69,17 @@ def _convolve(strip: Tensor, weight: Tensor) -> Tensor:
 
 
 def _store(strip: Tensor, pool: Tensor, rows: Rows, row: int) -> None:
-    """Write the row's new window and its snapshots."""
+    """Write what the row leaves and its snapshots."""
+    length, slot, ring = int(rows.lengths[row]), int(rows.slots[row]), pool.shape[1]
+
+    def keep(slot: int, first: int, end: int) -> None:
+        for index in range(max(first, WINDOW - length), end):
+            pool[slot, (length + index - WINDOW) % ring] = strip[index]
+
     if len(strip) > WINDOW:
-        pool[int(rows.slots[row])] = strip[-WINDOW:]
+        first = WINDOW if slot == int(rows.sources[row]) else 0
+        keep(slot, max(first, len(strip) - ring), len(strip))
     offsets = rows.destination_offsets[row].tolist()
     for slot, offset in zip(rows.destination_slots[row].tolist(), offsets, strict=True):
         if slot != 0:
-            pool[slot] = strip[offset : offset + WINDOW]
+            keep(slot, offset, offset + WINDOW)

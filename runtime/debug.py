@@ -105,9 +105,10 @@ def poison_releases(engine: Engine, value: float = math.nan) -> None:
 
 
 def digest(engine: Engine, sequence: Sequence) -> str:
-    """SHA-256 of what a running sequence's next token can read: its conv windows, then keys and
-    values of all positions in full layers and of the window's in window layers, wherever they lie.
-    Equal states of two sequences have equal digests."""
+    """SHA-256 of what a running sequence's next token can read in the target's layers: its last
+    conv inputs, oldest first, then keys and values of all positions in full layers and of the
+    window's in window layers, wherever they lie. Equal states of two sequences have equal digests,
+    whether or not their engines draft."""
     from inkling_engine.runtime.pool import digest as digest_tensors
 
     assert sequence.slot, "a sequence that has not run has no state"
@@ -128,10 +129,12 @@ def settle(engine: Engine) -> None:
 
 def _state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:
     """The tensors of `digest`; pages are [layers, 2, kv heads, page, head dim]."""
+    from inkling_engine.kernels._conv import window
+
     tensors, page, length = engine.pool.tensors, engine.spec.page_size, sequence.length
     for name in sorted(tensors):
-        if name.startswith("conv_"):
-            yield tensors[name][:, sequence.slot]
+        if name.startswith("conv_") and "draft" not in name:
+            yield window(tensors[name][:, sequence.slot], length)
     seen = max(0, length - engine.spec.shape.local.window + 1)
     for name, pages, first, begin in (
         ("kv_full", sequence.full_pages, 0, 0),

@@ -68,7 +68,7 @@ class StatePool:
         return [name for name in self.tensors if name.startswith("conv_")]
 
     def digest_slot(self, slot: int) -> str:
-        """SHA-256 of all conv windows in a live or snapshot slot, in the pools' order."""
+        """SHA-256 of all conv rings in a live or snapshot slot, in the pools' order."""
         return digest(self.tensors[name][:, slot] for name in self._convs())
 
     def digest_page(self, table: Table, page: int) -> str:
@@ -76,7 +76,7 @@ class StatePool:
         return digest([self.tensors[f"kv_{table}"][:, page]])
 
     def poison_slot(self, slot: int, value: float = math.nan) -> None:
-        """Fill a slot nobody may read: conv windows and floats with `value`, the rest of its
+        """Fill a slot nobody may read: conv rings and floats with `value`, the rest of its
         request table line (a live slot's only) with a garbage integer."""
         for name in self._convs():
             self.tensors[name][:, slot] = value

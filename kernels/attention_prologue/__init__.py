@@ -5,7 +5,7 @@ C = kv_heads * D:
 
 * qkvr [T, Nq*D + 2*C + Nq*dr] act: q | k | v | r, each head-major
 * kv_conv [2*C, 4] f32 (k channels first; the last tap is the current token), q_norm, k_norm [D] act
-* kv_pool [layers, pages, 2, kv_heads, page_size, D] act, conv_pool [layers, slots, 3, 2*C] act: written
+* kv_pool [layers, pages, 2, kv_heads, page_size, D] act, conv_pool [layers, slots, RING, 2*C] act: written
 * positions, token_rows [T] i32, locations [T] i64 (page * page_size + offset in the page)
 * slots, sources, lengths [R] i32, starts [R + 1] i32, destination_slots, destination_offsets [R, G] i32
 * layer: first index of both pools; log_floor 0: no log scaling (spec 2.4)

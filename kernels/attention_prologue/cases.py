@@ -20,6 +20,20 @@ _STEPS = {
         page_size=16,
         table_width=6,
     ),
+    "verify": Step(
+        rows=(Row(1, 9, 5), Row(3, 1, 3), INERT, Row(2, 300, 1), Row(4, 0, 4), Row(5, 12, 5)),
+        bucket_tokens=25,
+        ring=7,
+    ),
+    "long-ring": Step(
+        rows=(
+            Row(1, 41, 29, source=9, snapshots=((2, 6), (19, 7))),
+            Row(2, 2, 2, source=8, snapshots=((2, 10),)),
+            Row(4, 5, 1, source=5),
+        ),
+        bucket_tokens=36,
+        ring=11,
+    ),
     "ring": Step(
         rows=(Row(1, 250, 9), Row(2, 600, 1)), bucket_tokens=10, page_size=8, table_width=3
     ),
@@ -36,7 +50,7 @@ def _case(
         1 + normal(dim, dtype=dtype, scale=0.1),
         1 + normal(dim, dtype=dtype, scale=0.1, seed=1),
         step.kv(2, kv_heads, dim, dtype),
-        step.windows(2, 11, width, dtype),
+        step.rings(2, 11, width, dtype),
         step.positions,
         step.token_rows,
         step.locations,

@@ -66,8 +66,7 @@ inline std::tuple<Tensor, Tensor> attention_prologue(
     const int64_t* location = data<int64_t>(locations);
     T* q_out = data<T>(q);
     float* r_out = data<float>(r);
-    ShortConv<T> conv(x + heads * dim, width, kv_width, data<float>(kv_conv),
-                      data<T>(conv_pool) + layer * conv_pool.stride(0), rows);
+    ShortConv<T> conv(x + heads * dim, width, kv_width, data<float>(kv_conv), conv_pool, layer, rows);
     prologue::Pages<T> pages(kv_pool, layer);
     std::vector<float> kv(kv_width);
     std::vector<T> rounded(kv_width);
@@ -81,7 +80,7 @@ inline std::tuple<Tensor, Tensor> attention_prologue(
           prologue::head_norm(queries + i, q_weight, q_out + t * heads * dim + i, dim, eps, tau);
         for (int64_t i = 0; i < heads * rel; i++) r_out[t * heads * rel + i] = load(relative + i) * tau;
       }
-    conv.store_windows();
+    conv.store_inputs();
     int64_t live = rows.starts[rows.count];
     std::fill(q_out + live * heads * dim, q_out + tokens * heads * dim, T{});
     std::fill(r_out + live * heads * rel, r_out + tokens * heads * rel, 0.0f);

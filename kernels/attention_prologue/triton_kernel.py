@@ -3,7 +3,7 @@
 
 Heads are the query heads, then k heads, then v heads. A query program normalises its head of a
 tile of tokens and scales the head's relative vector. For k and v the first R programs of a head
-convolve the first three tokens of a row, starting from its old window, and keep the conv state;
+convolve the first three tokens of a row, starting from its old inputs, and keep the conv state;
 the others convolve the tokens of a tile that no row program took, which need inputs alone.
 """
 
@@ -19,9 +19,13 @@ from torch import Tensor
 from inkling_engine.kernels._conv_triton import (
     LAYER_UNIT,
     clamp,
-    row_input,
+    entry,
+    known_length,
+    renew,
+    renewal,
+    ring_at,
     save_snapshots,
-    window_at,
+    turns,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
@@ -77,14 +81,15 @@ def store_queries(
 
 @triton.jit
 def store_values(
-    qkvr, kv_conv, k_norm, kv_pool, locations, old, held, part, first, index, valid,
+    qkvr, kv_conv, k_norm, kv_pool, locations, old, length, part, first, index, valid, ring, left,
     pages, layer, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Convolve k (part < KV_HEADS) or v of the `valid` tokens from `first` and write the pool.
 
-    `index` [TILE] is a token's place in its row. z[index + tap] lies in the old window below 3.
+    `index` [TILE] is a token's place in its row. z[index + tap] is an old input below 3. The inputs
+    of the tokens `left` go to `ring` [TILE].
     """
     KV: tl.constexpr = 2 * KV_HEADS * DIM
     token = first + tl.arange(0, TILE)
@@ -98,10 +103,14 @@ def store_values(
     y = x + tl.load(kv_conv + channel * 4 + 3, inside, other=0.0)[None, :] * x
     for tap in tl.static_range(3):
         place = (index + tap)[:, None]
-        window = old + place * KV + channel[None, :]
-        z = tl.load(window, wanted & (place < held), other=0.0).to(tl.float32)
+        held = old + entry(length, place, RING) * KV + channel[None, :]
+        known = wanted & (place < 3) & (length + place >= 3)
+        z = tl.load(held, known, other=0.0).to(tl.float32)
         z += tl.load(inputs + (tap - 3) * WIDTH, wanted & (place >= 3), other=0.0).to(tl.float32)
         y += tl.load(kv_conv + channel * 4 + tap, inside, other=0.0)[None, :] * z
+    if RING > 3:
+        to = ring[:, None] + channel[None, :]
+        tl.store(to, x.to(qkvr.dtype.element_ty), left[:, None] & inside[None, :])
     y = y.to(qkvr.dtype.element_ty)
     if part < KV_HEADS:
         wide = y.to(tl.float32)
@@ -120,7 +129,7 @@ def prologue_kernel(
     tokens, rows, pages, pool_slots, layer, log_alpha, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
     REL: tl.constexpr, RELS: tl.constexpr, PAGE: tl.constexpr, FLOOR: tl.constexpr,
-    TILE: tl.constexpr, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr,
+    TILE: tl.constexpr, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM + HEADS * REL
     KV: tl.constexpr = 2 * KV_HEADS * DIM
@@ -142,19 +151,29 @@ def prologue_kernel(
         row = clamp(tl.load(token_rows + first + i, known, other=0), 0, rows - 1)
         index = first + i - tl.load(starts + row, known, other=0)
         late = known & (index >= 3)
+        entries, left = conv_pool + i, late
+        if RING > 3:
+            end = tl.load(starts + row + 1, known, other=0)
+            left = late & turns(index, end - first - i + index, RING)
+            before = known_length(tl.load(lengths + row, known, other=0))
+            into = tl.load(slots + row, known, other=0)
+            entries = ring_at(conv_pool, layer, pool_slots, into, RING, KV)
+            entries += entry(before, index + 3, RING) * KV
         follow()
         if tl.max(late.to(tl.int32)) != 0:
             store_values(
                 qkvr, kv_conv, k_norm, kv_pool, locations, conv_pool, 0, part, first, index,
-                late, pages, layer, eps,
-                HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE,
+                late, entries, left, pages, layer, eps,
+                HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE, RING,
             )  # fmt: skip
     else:
         first = clamp(tl.load(starts + program), 0, tokens)
         count = clamp(tl.load(starts + program + 1), first, tokens) - first
-        held = tl.where(tl.load(lengths + program) > 0, 3, 0)
-        old = window_at(conv_pool, layer, pool_slots, tl.load(sources + program), KV)
-        new = window_at(conv_pool, layer, pool_slots, tl.load(slots + program), KV)
+        length = known_length(tl.load(lengths + program))
+        source, slot = tl.load(sources + program), tl.load(slots + program)
+        moved = source != slot
+        old = ring_at(conv_pool, layer, pool_slots, source, RING, KV)
+        ring = ring_at(conv_pool, layer, pool_slots, slot, RING, KV)
         j = tl.arange(0, DESTINED)
         wanted = tl.load(
             destination_slots + program * DESTINATIONS + j, j < DESTINATIONS, other=0
@@ -164,24 +183,25 @@ def prologue_kernel(
             # All loads stand before the first store: the compiler moves none across one.
             inputs = qkvr + tl.cast(first, tl.int64) * WIDTH + HEADS * DIM
             channels = part * DIM + tl.arange(0, DIMS)
-            z0 = row_input(old, held, inputs, count, channels, DIM, KV, WIDTH)
-            z1 = row_input(old, held, inputs, count + 1, channels, DIM, KV, WIDTH)
-            z2 = row_input(old, held, inputs, count + 2, channels, DIM, KV, WIDTH)
+            n0 = renewal(old, length, inputs, 0, count, moved, channels, DIM, RING, KV, WIDTH)
+            n1 = renewal(old, length, inputs, 1, count, moved, channels, DIM, RING, KV, WIDTH)
+            n2 = renewal(old, length, inputs, 2, count, moved, channels, DIM, RING, KV, WIDTH)
+            early = i < tl.minimum(count, 3)
             store_values(
-                qkvr, kv_conv, k_norm, kv_pool, locations, old, held, part, first, i,
-                i < tl.minimum(count, 3), pages, layer, eps,
-                HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE,
+                qkvr, kv_conv, k_norm, kv_pool, locations, old, length, part, first, i,
+                early, ring + entry(length, i + 3, RING) * KV, early & turns(i, count, RING),
+                pages, layer, eps,
+                HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE, RING,
             )  # fmt: skip
             if tl.max(wanted) != 0:
                 save_snapshots(
-                    old, held, inputs, count, channels, DIM, KV, WIDTH, conv_pool, layer,
+                    old, length, inputs, count, channels, DIM, RING, KV, WIDTH, conv_pool, layer,
                     pool_slots, destination_slots, destination_offsets, program, DESTINATIONS,
                 )  # fmt: skip
-            inside = tl.arange(0, DIMS) < DIM
-            tl.debug_barrier()  # the old window, read by every thread, may be the same slot's
-            tl.store(new + channels, z0, inside)
-            tl.store(new + channels + KV, z1, inside)
-            tl.store(new + channels + 2 * KV, z2, inside)
+            tl.debug_barrier()  # the old inputs, read by every thread, may be the same slot's
+            renew(ring, n0, length, 0, count, moved, channels, DIM, RING, KV)
+            renew(ring, n1, length, 1, count, moved, channels, DIM, RING, KV)
+            renew(ring, n2, length, 2, count, moved, channels, DIM, RING, KV)
 
 
 def attention_prologue(
@@ -213,35 +233,39 @@ def attention_prologue(
     config = configure(tokens, dim)
     q = torch.empty((tokens, heads, dim), dtype=qkvr.dtype, device=qkvr.device)
     r = torch.empty((tokens, heads, rel), dtype=torch.float32, device=qkvr.device)
-    programs = rows + triton.cdiv(tokens, config.tile)
+    programs, (pool_slots, ring) = rows + triton.cdiv(tokens, config.tile), conv_pool.shape[1:3]
     launchable(prologue_kernel)[(programs, heads + 2 * kv_heads)](
         qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, positions, token_rows, locations,
         slots, sources, starts, lengths, destination_slots, destination_offsets, q, r,
-        tokens, rows, kv_pool.shape[1], conv_pool.shape[1], LAYER_UNIT.value * layer, log_alpha, eps,
+        tokens, rows, kv_pool.shape[1], pool_slots, LAYER_UNIT.value * layer, log_alpha, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIMS=triton.next_power_of_2(dim),
         REL=rel, RELS=triton.next_power_of_2(rel), PAGE=kv_pool.shape[4], FLOOR=log_floor,
         TILE=config.tile, DESTINATIONS=destination_slots.shape[1],
-        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), num_warps=config.warps,
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring,
+        num_warps=config.warps,
     )  # fmt: skip
     return q, r
 
 
 def compile_cases() -> list[CompileCase]:
-    """Decode and extend of one rank of eight of inkling-small, full layers (with tau)."""
+    """Decode, extend and verification of eight drafts of one rank of eight of inkling-small, full
+    layers (with tau)."""
     heads, kv_heads, dim, rel, page = 4, 1, 128, 16, 64
     kv, i32 = 2 * kv_heads * dim, torch.int32
     cases = []
-    for tokens, rows in ((1, 1), (8, 8), (128, 128), (2048, 8)):
+    sizes = ((1, 1), (8, 8), (128, 128), (2048, 8))
+    drafting = ((9, 1, 11), (72, 8, 11), (2048, 8, 11))
+    for tokens, rows, ring in (*((*size, 3) for size in sizes), *drafting):
         lines = [meta(rows, dtype=i32) for _ in range(2)]
         cases += launches(
-            f"prologue-t{tokens}",
+            f"prologue-t{tokens}" + (f"-ring{ring}" if ring > 3 else ""),
             attention_prologue,
             meta(tokens, (heads + 2 * kv_heads) * dim + heads * rel),
             meta(kv, 4, dtype=torch.float32),
             meta(dim),
             meta(dim),
             meta(7, 8192, 2, kv_heads, page, dim),
-            meta(7, 160, 3, kv),
+            meta(7, 160, ring, kv),
             *(meta(tokens, dtype=dtype) for dtype in (i32, i32, torch.int64)),
             *lines,
             meta(rows + 1, dtype=i32),

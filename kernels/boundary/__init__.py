@@ -4,7 +4,7 @@
 
 * x [T, H] act: this rank's part of the sub-layer's output; residual [T, H] act
 * conv_weight [H, 4] f32 (last tap: the current token), norm_weight [H] act
-* conv_pool [layers, slots, 3, H] act: written (see `kernels/_conv.py`); layer is its first index
+* conv_pool [layers, slots, RING, H] act: written (see `kernels/_conv.py`); layer is its first index
 * token_rows [T] i32, slots, sources, lengths [R] i32, starts [R + 1] i32,
   destination_slots, destination_offsets [R, G] i32
 * peers [8] i64, rank [4] i32, world: where the other ranks' parts are; the sum over ranks is not made

@@ -17,6 +17,24 @@ _STEPS = {
         ),
         bucket_tokens=32,
     ),
+    "verify": Step(
+        rows=(Row(1, 9, 5), Row(3, 1, 3), INERT, Row(2, 300, 1), Row(4, 0, 4), Row(5, 12, 5)),
+        bucket_tokens=25,
+        ring=7,
+    ),
+    "long-ring": Step(
+        rows=(
+            Row(1, 41, 29, source=9, snapshots=((2, 6), (19, 7))),
+            Row(2, 2, 2, source=8, snapshots=((2, 10),)),
+            Row(3, 0, 12),
+            Row(4, 5, 1, source=11),
+        ),
+        bucket_tokens=48,
+        ring=11,
+    ),
+    "long-ring-decode": Step(
+        rows=(Row(1, 9), INERT, Row(3, 1, source=8), Row(2, 300)), bucket_tokens=4, ring=5
+    ),
     "swapped": Step(rows=(Row(1, 4, 2, source=2), Row(2, 6, 5, source=1)), bucket_tokens=8),
 }
 
@@ -27,7 +45,7 @@ def _case(name: str, step: Step, width: int, dtype: torch.dtype) -> Case:
         normal(step.bucket_tokens, width, dtype=dtype, seed=1),
         normal(width, 4, scale=0.5),
         1 + normal(width, dtype=dtype, scale=0.1),
-        step.windows(3, 12, width, dtype),
+        step.rings(3, 12, width, dtype),
         step.token_rows,
         step.slots,
         step.sources,

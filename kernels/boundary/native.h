@@ -15,8 +15,7 @@ inline std::tuple<Tensor, Tensor> boundary(const Tensor& x, const Tensor& residu
   StepRows rows(slots, sources, starts, lengths, destination_slots, destination_offsets);
   by_dtype(x, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    ShortConv<T> conv(data<T>(x), width, width, data<float>(conv_weight),
-                      data<T>(conv_pool) + layer * conv_pool.stride(0), rows);
+    ShortConv<T> conv(data<T>(x), width, width, data<float>(conv_weight), conv_pool, layer, rows);
     const T *before = data<T>(residual), *weight = data<T>(norm_weight);
     T *sums = data<T>(hidden), *norms = data<T>(normed);
     std::vector<float> sum(width);
@@ -34,7 +33,7 @@ inline std::tuple<Tensor, Tensor> boundary(const Tensor& x, const Tensor& residu
       conv.padded_token(t, sum.data());
       finish(t);
     }
-    conv.store_windows();
+    conv.store_inputs();
   });
   return {hidden, normed};
 }

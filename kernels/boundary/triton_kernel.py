@@ -2,7 +2,7 @@
 """The boundary in one launch: programs of rows and programs of strips of tokens.
 
 A program holds whole rows of H channels in registers. The first R programs each walk the first
-three tokens of a row, starting from its old window, and keep the conv state; the others walk a
+three tokens of a row, starting from its old inputs, and keep the conv state; the others walk a
 strip of consecutive tokens, each for the tokens that no row program took. A step with a row a
 token has row programs alone. The convolution is carried as three partial sums, so a strip reads
 its weights and every input once. Loads stand in the order in which their addresses are known, and
@@ -21,9 +21,13 @@ from torch import Tensor
 from inkling_engine.kernels._conv_triton import (
     LAYER_UNIT,
     clamp,
-    row_input,
+    entry,
+    known_length,
+    renew,
+    renewal,
+    ring_at,
     save_snapshots,
-    window_at,
+    turns,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
@@ -81,13 +85,25 @@ def strip_work(token_rows, starts, begin, tokens, rows, live, STRIP: tl.constexp
 
 
 @triton.jit
-def history(old, held, inputs, first, j, channels, WIDTH: tl.constexpr):
-    """z[j] before the first token: a row's old window (held 3), or the inputs before a strip."""
-    known = channels < tl.where(held == 3, WIDTH, 0)
-    window = tl.load(old + j * WIDTH + channels, known, other=0.0)
-    known = channels < tl.where((held < 0) & (first + j >= 3), WIDTH, 0)
+def strip_left(token_rows, starts, begin, rows, live, STRIP: tl.constexpr, RING: tl.constexpr):
+    """A bit for each token of the strip at `begin` that the strip leaves in its row's ring."""
+    i = tl.arange(0, STRIP)
+    known = begin + i < live
+    row = clamp(tl.load(token_rows + begin + i, known, other=0), 0, rows - 1)
+    first = tl.load(starts + row, known, other=0)
+    index = begin + i - first
+    left = turns(index, tl.load(starts + row + 1, known, other=0) - first, RING)
+    return tl.sum((known & (index >= 3) & left).to(tl.int32) << i)
+
+
+@triton.jit
+def history(old, length, inputs, first, j, channels, RING: tl.constexpr, WIDTH: tl.constexpr):
+    """z[j] before the first token: a row's old input, or the inputs before a strip (length < 0)."""
+    known = channels < tl.where(length + j >= 3, WIDTH, 0)
+    held = tl.load(old + entry(length, j, RING) * WIDTH + channels, known, other=0.0)
+    known = channels < tl.where((length < 0) & (first + j >= 3), WIDTH, 0)
     before = tl.load(inputs + (j - 3) * WIDTH + channels, known, other=0.0)
-    return tl.where(held < 0, before, window)
+    return tl.where(length < 0, before, held)
 
 
 @triton.jit
@@ -112,7 +128,7 @@ def boundary_kernel(
     destination_slots, destination_offsets, hidden, normed,
     tokens, rows, pool_slots, layer, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, HOLD: tl.constexpr,
-    ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr,
+    ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
@@ -124,39 +140,44 @@ def boundary_kernel(
     row = tl.minimum(program, rows - 1)
     live = clamp(tl.load(starts + rows), 0, tokens)
     begin, stop = tl.load(starts + row), tl.load(starts + row + 1)
-    length, source, new_slot = tl.load(lengths + row), tl.load(sources + row), tl.load(slots + row)
+    source, slot = tl.load(sources + row), tl.load(slots + row)
+    length = known_length(tl.load(lengths + row))
     first = tl.maximum(program - rows, 0) * STRIP
     work = 7
+    left = 0
     if not ALONE:
         follow()
+        if RING > 3:
+            left = strip_left(token_rows, starts, first, rows, live, STRIP, RING)
         if program >= rows:
             work = strip_work(token_rows, starts, first, tokens, rows, live, STRIP)
         if work == 0:
             return
 
     count = tl.minimum(tokens - first, STRIP)
-    held = -1
     row_count = 0
     if program < rows:
         first = clamp(begin, 0, tokens)
         row_count = clamp(stop, first, tokens) - first
         count = row_count if ALONE else tl.minimum(row_count, 3)
-        held = tl.where(length > 0, 3, 0)
+    else:
+        length = -1
+    moved = source != slot
     at = tl.cast(first, tl.int64) * WIDTH
     inputs = x + at
-    old = window_at(conv_pool, layer, pool_slots, source, WIDTH)
+    old = ring_at(conv_pool, layer, pool_slots, source, RING, WIDTH)
+    ring = ring_at(conv_pool, layer, pool_slots, slot, RING, WIDTH)
     if ALONE:  # only x comes from the launch before
         some = channels < tl.where(count > 0, WIDTH, 0)
         carried = tl.load(residual + at + channels, some, other=0.0)
-    z0 = history(old, held, inputs, first, 0, channels, WIDTH)
-    z1 = history(old, held, inputs, first, 1, channels, WIDTH)
-    z2 = history(old, held, inputs, first, 2, channels, WIDTH)
+    z0 = history(old, length, inputs, first, 0, channels, RING, WIDTH)
+    z1 = history(old, length, inputs, first, 1, channels, RING, WIDTH)
+    z2 = history(old, length, inputs, first, 2, channels, RING, WIDTH)
     if ALONE:
         follow()
-    kept = tl.where(row_count > 0, WIDTH, 0)
-    n0 = row_input(old, held, inputs, row_count, channels, kept, WIDTH, WIDTH)
-    n1 = row_input(old, held, inputs, row_count + 1, channels, kept, WIDTH, WIDTH)
-    n2 = row_input(old, held, inputs, row_count + 2, channels, kept, WIDTH, WIDTH)
+    n0 = renewal(old, length, inputs, 0, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
+    n1 = renewal(old, length, inputs, 1, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
+    n2 = renewal(old, length, inputs, 2, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
     if STAGES == 1:
         some = channels < tl.where(count > 0, WIDTH, 0)
         following = tl.load(inputs + channels, some, other=0.0)
@@ -164,14 +185,13 @@ def boundary_kernel(
             carried = tl.load(residual + at + channels, some, other=0.0)
     if row_count > 0:
         save_snapshots(
-            old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,
+            old, length, inputs, row_count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool, layer,
             pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
         )  # fmt: skip
-        new = window_at(conv_pool, layer, pool_slots, new_slot, WIDTH) + channels
-        tl.debug_barrier()  # every thread has read the old window, which may be the same slot's
-        tl.store(new, n0, mask)
-        tl.store(new + WIDTH, n1, mask)
-        tl.store(new + 2 * WIDTH, n2, mask)
+        tl.debug_barrier()  # every thread has read the old inputs, which may be the same slot's
+        renew(ring, n0, length, 0, row_count, moved, channels, WIDTH, RING, WIDTH)
+        renew(ring, n1, length, 1, row_count, moved, channels, WIDTH, RING, WIDTH)
+        renew(ring, n2, length, 2, row_count, moved, channels, WIDTH, RING, WIDTH)
     if not HOLD:
         taps = load_taps(conv_weight, channels, mask)
     w0, w1, w2, w3 = split_taps(taps, BLOCK)
@@ -191,6 +211,14 @@ def boundary_kernel(
             past = s0 if ALONE else tl.where(first + i < live, s0, 0.0)
             y = z + w3 * z + past + base
             keep(y, gain, eps, hidden, normed, at + i * WIDTH + channels, mask, WIDTH)
+        if RING > 3:
+            own = program < rows
+            if tl.where(own, turns(i, row_count, RING).to(tl.int32), (left >> i) & 1) != 0:
+                of = tl.where(own, row, clamp(tl.load(token_rows + first + i), 0, rows - 1))
+                to = ring_at(conv_pool, layer, pool_slots, tl.load(slots + of), RING, WIDTH)
+                place = first + i - tl.load(starts + of) + 3
+                to += entry(known_length(tl.load(lengths + of)), place, RING) * WIDTH
+                tl.store(to + channels, z.to(x.dtype.element_ty), mask)
         s0, s1, s2 = s1 + w2 * z, s2 + w1 * z, w0 * z
     if ALONE:
         spare = live + rows - 1 - program  # inert rows take the padded tokens
@@ -221,7 +249,7 @@ def boundary(
     world: int,
 ) -> tuple[Tensor, Tensor]:
     """Hidden state and its norm; see the package docstring."""
-    (tokens, width), rows = x.shape, slots.shape[0]
+    (tokens, width), rows, (pool_slots, ring) = x.shape, slots.shape[0], conv_pool.shape[1:3]
     config = configure(tokens, width)
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
     alone = tokens <= rows
@@ -229,27 +257,30 @@ def boundary(
     launchable(boundary_kernel)[(programs,)](
         x, residual, conv_weight, norm_weight, conv_pool, token_rows, slots, sources, starts,
         lengths, destination_slots, destination_offsets, hidden, normed,
-        tokens, rows, conv_pool.shape[1], LAYER_UNIT.value * layer, eps,
+        tokens, rows, pool_slots, LAYER_UNIT.value * layer, eps,
         WIDTH=width, BLOCK=config.block, STRIP=config.strip, HOLD=config.hold, ALONE=alone,
-        STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1],
+        STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1], RING=ring,
         num_warps=config.warps,
     )  # fmt: skip
     return hidden, normed
 
 
 def compile_cases() -> list[CompileCase]:
-    """Decode and extend of inkling-small, whose hidden rows every rank holds whole."""
+    """Decode, extend and verification of eight drafts of inkling-small, whose hidden rows every
+    rank holds whole."""
     width, i32 = 4096, torch.int32
     cases = []
-    for tokens, rows in ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8)):
+    sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
+    drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
+    for tokens, rows, ring in (*((*size, 3) for size in sizes), *drafting):
         cases += launches(
-            f"boundary-t{tokens}",
+            f"boundary-t{tokens}" + (f"-ring{ring}" if ring > 3 else ""),
             boundary,
             meta(tokens, width),
             meta(tokens, width),
             meta(width, 4, dtype=torch.float32),
             meta(width),
-            meta(42, 160, 3, width),
+            meta(42, 160, ring, width),
             meta(tokens, dtype=i32),
             *(meta(rows, dtype=i32) for _ in range(2)),
             meta(rows + 1, dtype=i32),

@@ -1,9 +1,11 @@
-// The short convolution with its three-input window (see `_conv.py`): z = old window ++ new inputs.
+// The short convolution with its ring of inputs (see `_conv.py`): z = three old inputs ++ new ones.
 //
-// The old windows of all rows are copied before anything is written, so rows, sources and
+// The old inputs of all rows are copied before anything is written, so rows, sources and
 // destinations may name each other's slots.
 #pragma once
 #include "common.h"
+
+#include <algorithm>
 
 namespace inkling {
 
@@ -37,18 +39,20 @@ template <typename T>
   }
 }
 
-// One convolution over a step: inputs of token t at input + t * stride, windows of one layer in `pool`.
+// One convolution over a step: inputs of token t at input + t * stride, rings of one layer in `pool`.
 template <typename T>
 class ShortConv {
  public:
-  ShortConv(const T* input, int64_t stride, int64_t width, const float* weight, T* pool, const StepRows& rows)
-      : input_(input), stride_(stride), width_(width), pool_(pool), rows_(rows),
-        old_(rows.count * WINDOW * width), taps_(TAPS * width), zeros_(width) {
+  ShortConv(const T* input, int64_t stride, int64_t width, const float* weight, const Tensor& pool, int64_t layer,
+            const StepRows& rows)
+      : input_(input), stride_(stride), width_(width), ring_(pool.size(2)),
+        pool_(data<T>(pool) + layer * pool.stride(0)), rows_(rows), old_(rows.count * WINDOW * width),
+        taps_(TAPS * width), zeros_(width) {
     for (int64_t c = 0; c < width; c++)
       for (int64_t tap = 0; tap < TAPS; tap++) taps_[tap * width + c] = weight[c * TAPS + tap];
     for (int64_t row = 0; row < rows.count; row++)
-      if (rows.tokens(row) > 0 && rows.lengths[row] > 0)  // else masked: the zeros of `old_`
-        copy_windows(&old_[row * WINDOW * width], window(rows.sources[row]), WINDOW);
+      for (int64_t i = rows.tokens(row) > 0 ? masked(row) : WINDOW; i < WINDOW; i++)
+        copy(&old_[(row * WINDOW + i) * width], entry(rows.sources[row], row, i));
   }
 
   // y of the row's i-th token.
@@ -62,34 +66,41 @@ class ShortConv {
     convolve_token(none, none, none, input_ + t * stride_, taps_.data(), width_, y);
   }
 
-  // Writes every live row's new window and snapshots.
-  void store_windows() const {
+  // Writes what every live row leaves and its snapshots.
+  void store_inputs() const {
     for (int64_t row = 0; row < rows_.count; row++) {
-      int64_t n = rows_.tokens(row);
-      if (n > 0) store_window(rows_.slots[row], row, n);
-      for (int64_t j = row * rows_.destinations; j < (row + 1) * rows_.destinations; j++)
-        if (rows_.destination_slots[j] != 0)
-          store_window(rows_.destination_slots[j], row, rows_.destination_offsets[j]);
+      int64_t slot = rows_.slots[row], end = WINDOW + rows_.tokens(row);
+      if (end > WINDOW) keep(slot, row, std::max(slot == rows_.sources[row] ? WINDOW : 0, end - ring_), end);
+      for (int64_t j = row * rows_.destinations; j < (row + 1) * rows_.destinations; j++) {
+        int64_t offset = rows_.destination_offsets[j];
+        if (rows_.destination_slots[j] != 0) keep(rows_.destination_slots[j], row, offset, offset + WINDOW);
+      }
     }
   }
 
  private:
-  // The row's z[index]: the old window at 0..2, then its inputs.
+  // The row's z[index]: the old inputs at 0..2, then its own.
   const T* z(int64_t row, int64_t index) const {
     if (index < WINDOW) return &old_[(row * WINDOW + index) * width_];
     return input_ + (rows_.starts[row] + index - WINDOW) * stride_;
   }
 
-  T* window(int64_t slot) const { return pool_ + slot * WINDOW * width_; }
+  // How many of the row's z lie before position 0.
+  int64_t masked(int64_t row) const { return std::max<int64_t>(WINDOW - rows_.lengths[row], 0); }
 
-  void copy_windows(T* to, const T* from, int64_t count) const { std::memcpy(to, from, count * width_ * sizeof(T)); }
+  // Where the row's z[index] lies in the ring of `slot`.
+  T* entry(int64_t slot, int64_t row, int64_t index) const {
+    return pool_ + (slot * ring_ + (rows_.lengths[row] + index - WINDOW) % ring_) * width_;
+  }
 
-  void store_window(int64_t slot, int64_t row, int64_t first) const {
-    for (int64_t i = 0; i < WINDOW; i++) copy_windows(window(slot) + i * width_, z(row, first + i), 1);
+  void copy(T* to, const T* from) const { std::memcpy(to, from, width_ * sizeof(T)); }
+
+  void keep(int64_t slot, int64_t row, int64_t first, int64_t end) const {
+    for (int64_t i = std::max(first, masked(row)); i < end; i++) copy(entry(slot, row, i), z(row, i));
   }
 
   const T* input_;
-  int64_t stride_, width_;
+  int64_t stride_, width_, ring_;
   T* pool_;
   const StepRows& rows_;
   std::vector<T> old_;

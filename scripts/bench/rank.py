@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape
 from inkling_engine.compile.export import Inputs, program_inputs
-from inkling_engine.compile.models.inkling import model
+from inkling_engine.compile.models.inkling import block
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.compile.pools import pool_entries
 from inkling_engine.compile.steps import step
@@ -150,7 +150,7 @@ class RankStep:
     def experts_hit(self, bucket: Bucket, rows: dict[str, Tensor]) -> float:
         """Mean over the MoE layers of the distinct routed experts of one step."""
         hit: list[int] = []
-        original = model.__dict__["router"]
+        original = block.__dict__["router"]
 
         def watch(*arguments: Tensor) -> tuple[Tensor, ...]:
             result: tuple[Tensor, ...] = original(*arguments)
@@ -158,11 +158,11 @@ class RankStep:
             hit.append(len(chosen.unique()))
             return result
 
-        model.__dict__["router"] = watch
+        block.__dict__["router"] = watch
         try:
             self.eager(bucket, rows)()
         finally:
-            model.__dict__["router"] = original
+            block.__dict__["router"] = original
         return sum(hit) / max(1, len(hit))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape
 from inkling_engine.compile.export import Inputs, StepModule, program_inputs
-from inkling_engine.compile.models.inkling import model
+from inkling_engine.compile.models.inkling import block
 from inkling_engine.compile.models.inkling.shape import from_config, preset
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.compile.pools import destinations
@@ -180,7 +180,7 @@ def test_decode_faults_are_found_too() -> None:
 def test_an_op_without_its_snapshot_scatter_is_found(
     op: str, argument: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, real = Uncompiled(SPEC, EXTEND), getattr(model, op)
+    run, real = Uncompiled(SPEC, EXTEND), getattr(block, op)
 
     def faulty(*arguments: Any) -> Any:
         if run.running:
@@ -188,7 +188,7 @@ def test_an_op_without_its_snapshot_scatter_is_found(
             arguments = (*arguments[:argument], nowhere, *arguments[argument + 1 :])
         return real(*arguments)
 
-    monkeypatch.setattr(model, op, faulty)
+    monkeypatch.setattr(block, op, faulty)
     with pytest.raises(FailedError, match="pool conv_"):
         prove(SPEC, EXTEND, run.inputs, run)
 
@@ -201,7 +201,7 @@ def test_a_window_read_from_another_slot_is_found(monkeypatch: pytest.MonkeyPatc
             arguments = (*arguments[:7], arguments[7].roll(1), *arguments[8:])
         return real(*arguments)
 
-    monkeypatch.setattr(model, "boundary", faulty)
+    monkeypatch.setattr(block, "boundary", faulty)
     with pytest.raises(FailedError, match="step 2"):
         prove(SPEC, DECODE, run.inputs, run)
 

@@ -1,6 +1,6 @@
 """Short-convolution state: windows, snapshots and outputs, however a sequence is cut into chunks.
 
-The plain implementation keeps a request's whole history and knows no windows; its fp32 operations
+The plain implementation keeps a request's whole history and knows no rings; its fp32 operations
 are the kernels' own, so every comparison is bitwise.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inkling_engine.kernels._case_rows import INERT, Row, Step
 from inkling_engine.kernels._cases import normal
-from inkling_engine.kernels._conv import Rows, short_conv
+from inkling_engine.kernels._conv import Rows, short_conv, window
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
 
@@ -73,16 +73,21 @@ class Layer:
     """State of one layer and its weights; every pool starts as NaN."""
 
     dtype: torch.dtype
-    window_width: int
-    windows: Tensor = field(init=False)
+    width: int
+    ring: int = 3
+    rings: Tensor = field(init=False)
     kv: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        shape = (1, 1 + max(SNAPSHOTS), 3, self.window_width)
-        self.windows = torch.full(shape, torch.nan, dtype=self.dtype)
+        shape = (1, 1 + max(SNAPSHOTS), self.ring, self.width)
+        self.rings = torch.full(shape, torch.nan, dtype=self.dtype)
         step = Step((INERT,), 1, page_size=4, table_width=16, lines=LINES)
         shape_kv = (1, step.pages, 2, KV_HEADS, 4, DIM)
         self.kv = torch.full(shape_kv, torch.nan, dtype=self.dtype)
+
+    def window(self, slot: int, length: int) -> Tensor:
+        """The last three inputs before `length` in the ring of `slot`."""
+        return window(self.rings[0, slot], length)
 
 
 def run_boundary(layer: Layer, rows: list[Row], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +98,7 @@ def run_boundary(layer: Layer, rows: list[Row], x: Tensor) -> tuple[Tensor, Tens
     norm = torch.ones(width, dtype=x.dtype)
     common = (step.token_rows, step.slots, step.sources, step.starts, step.lengths)
     tail = (*step.destinations, PEERS, RANK, 0, 1e-6, 1)
-    result = boundary(x, torch.zeros_like(x), weight, norm, layer.windows, *common, *tail)
+    result = boundary(x, torch.zeros_like(x), weight, norm, layer.rings, *common, *tail)
     return result[0], result[1]
 
 
@@ -107,7 +112,7 @@ def run_prologue(layer: Layer, rows: list[Row], x: Tensor) -> tuple[Tensor, Tens
         norms[0],
         norms[1],
         layer.kv,
-        layer.windows,
+        layer.rings,
         step.positions,
         step.token_rows,
         step.locations,
@@ -142,12 +147,13 @@ def test_windows_outputs_and_snapshots_are_those_of_the_whole_history(
     for count in chunks:
         row = crossings(sequence.row(count), free)
         found.append(run_boundary(layer, [row], sequence.take(count))[0])
-        assert torch.equal(layer.windows[0, 2], plain_window(sequence.inputs, sequence.length))
+        kept = plain_window(sequence.inputs, sequence.length)
+        assert torch.equal(layer.window(2, sequence.length), kept)
     assert torch.equal(torch.cat(found), plain_conv(sequence.inputs, weight).to(dtype))
     for slot, length in zip(SNAPSHOTS, (8, 16), strict=False):
-        assert torch.equal(layer.windows[0, slot], plain_window(sequence.inputs, length))
+        assert torch.equal(layer.window(slot, length), plain_window(sequence.inputs, length))
     untouched = [0, 1, 3, 4, *free]
-    assert layer.windows[0, untouched].isnan().all()
+    assert layer.rings[0, untouched].isnan().all()
 
 
 def test_several_grid_crossings_in_one_chunk_near_its_start() -> None:
@@ -157,13 +163,13 @@ def test_several_grid_crossings_in_one_chunk_near_its_start() -> None:
     row = sequence.row(19, ((1, 5), (2, 7), (17, 6)))
     run_boundary(layer, [row], sequence.take(19))
     for slot, length in ((5, 8), (7, 9), (6, 24), (1, 26)):
-        assert torch.equal(layer.windows[0, slot], plain_window(sequence.inputs, length))
+        assert torch.equal(layer.window(slot, length), plain_window(sequence.inputs, length))
 
 
 def test_a_row_resumes_from_a_snapshot_that_stays_as_it_is() -> None:
     layer, sequence = Layer(torch.float32, 8), Sequence(slot=1, inputs=normal(30, 8))
     run_boundary(layer, [sequence.row(20, ((16, 6),))], sequence.take(20))
-    snapshot = layer.windows[0, 6].clone()
+    snapshot = layer.rings[0, 6].clone()
     resumed = [Sequence(slot, sequence.inputs, length=16, source=6) for slot in (3, 2)]
     for _ in range(2):
         x = torch.cat([one.inputs[one.length : one.length + 5] for one in resumed])
@@ -174,35 +180,38 @@ def test_a_row_resumes_from_a_snapshot_that_stays_as_it_is() -> None:
         for one, found in zip(resumed, y, strict=True):
             one.take(5)
             assert torch.equal(found, wanted[begin : begin + 5])
-            window = plain_window(sequence.inputs, one.length)
-            assert torch.equal(layer.windows[0, one.slot], window)
-    assert torch.equal(layer.windows[0, 6], snapshot)
+            kept = plain_window(sequence.inputs, one.length)
+            assert torch.equal(layer.window(one.slot, one.length), kept)
+    assert torch.equal(layer.rings[0, 6], snapshot)
 
 
-def test_old_windows_are_read_before_any_is_written() -> None:
+@pytest.mark.parametrize("ring", [3, 4, 7])
+def test_old_inputs_are_read_before_any_is_written(ring: int) -> None:
     """Rows that start from each other's slots, and a snapshot into a slot that a row starts from."""
-    layer, x = Layer(torch.float32, 8), normal(6, 8)
-    old = normal(LINES, 3, 8, seed=3)
-    layer.windows[0, :LINES] = old
+    layer, x = Layer(torch.float32, 8, ring), normal(6, 8)
     rows = [Row(1, 5, 2, source=2, snapshots=((1, 3),)), Row(2, 9, 1, source=1), Row(4, 4, 3, 3)]
+    old = {row.source: normal(3, 8, seed=row.source) for row in rows}
+    for row in rows:
+        layer.rings[0, row.source, torch.arange(row.length - 3, row.length) % ring] = old[
+            row.source
+        ]
     found = run_boundary(layer, rows, x)[0]
     weight, begin = normal(8, 4, scale=0.5), 0
     for row in rows:
-        own = x[begin : begin + row.count]
-        strip = torch.cat([old[row.source], own])
+        strip = torch.cat([old[row.source], x[begin : begin + row.count]])
         y = plain_conv(strip, weight)[3:]
         assert torch.equal(found[begin : begin + row.count], y)
-        assert torch.equal(layer.windows[0, row.slot], strip[-3:])
+        assert torch.equal(layer.window(row.slot, row.length + row.count), strip[-3:])
         begin += row.count
-    assert torch.equal(layer.windows[0, 3], torch.cat([old[2], x[:2]])[1:4])
+    assert torch.equal(layer.window(3, 6), torch.cat([old[2], x[:2]])[1:4])
 
 
 def test_inert_rows_and_padded_tokens_touch_no_state() -> None:
     layer = Layer(torch.float32, 8)
-    before = layer.windows.clone()
+    before = layer.rings.clone()
     x = normal(4, 8)
     hidden, _ = run_boundary(layer, [INERT, INERT], x)
-    assert torch.equal(layer.windows.view(torch.int32), before.view(torch.int32))
+    assert torch.equal(layer.rings.view(torch.int32), before.view(torch.int32))
     alone = torch.cat([plain_conv(token[None], normal(8, 4, scale=0.5)) for token in x])
     assert torch.equal(hidden, alone)
 
@@ -213,9 +222,9 @@ def test_reference_agrees_with_the_plain_history() -> None:
     for count in (2, 1, 8):
         step = Step((sequence.row(count),), count, lines=LINES)
         rows = Rows(step.slots, step.sources, step.starts, step.lengths, *step.destinations)
-        found.append(short_conv(sequence.take(count), weight, layer.windows[0], rows))
+        found.append(short_conv(sequence.take(count), weight, layer.rings[0], rows))
     assert torch.equal(torch.cat(found), plain_conv(sequence.inputs, weight))
-    assert torch.equal(layer.windows[0, 1], plain_window(sequence.inputs, 11))
+    assert torch.equal(layer.window(1, 11), plain_window(sequence.inputs, 11))
 
 
 @st.composite
@@ -250,7 +259,7 @@ def test_any_split_with_any_neighbours_gives_the_same_bits(
         found.append([out[begin : begin + count] for out in run(parts, rows, x)])
     for out, pieces in zip(wanted, zip(*found, strict=True), strict=True):
         assert torch.equal(out, torch.cat(pieces))
-    assert torch.equal(whole.windows[0, 2], parts.windows[0, 2])
+    assert torch.equal(whole.window(2, total), parts.window(2, total))
     step = Step((Row(2, 0, total),), total, page_size=4, table_width=16, lines=LINES)
     pages = step.page_table[2][step.page_table[2] > 0].long()
     held, again = whole.kv[0, pages], parts.kv[0, pages]

@@ -17,6 +17,7 @@ from support.stepper import SLOT, Call, Stepper, convert, recorded
 from torch import Tensor
 
 from inkling_engine.compile.driver import Machine
+from inkling_engine.kernels._conv import window as last_inputs
 
 TOLERANCE = 1e-5
 IDS = [(7 * i * i + 3 * i + 1) % 150 for i in range(40)]
@@ -191,8 +192,9 @@ def window(machine: Machine, layer: int, stream: str) -> Tensor:
     """Channel 0 of one stream's three-input window [3] of the sequence, oldest first."""
     shape, pools = machine.spec.shape, machine.pools
     if stream in ("attn", "mlp"):
-        return pools[f"conv_{stream}"][layer, SLOT, :, 0]
+        return last_inputs(pools[f"conv_{stream}"][layer, SLOT], len(IDS))[:, 0]
     kind = "window" if shape.is_local(layer) else "full"
     width = shape.kind(layer).kv_heads * shape.kind(layer).head_dim
     channel = 0 if stream == "k" else width
-    return pools[f"conv_kv_{kind}"][shape.index_in_kind(layer), SLOT, :, channel]
+    ring = pools[f"conv_kv_{kind}"][shape.index_in_kind(layer), SLOT]
+    return last_inputs(ring, len(IDS))[:, channel]

@@ -17,6 +17,7 @@ from support.rig import Flow, Model, Rig, Trace, Traces
 from support.schedules import Batch, fit, run_to_the_end
 
 from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.kernels._conv import window
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -111,8 +112,8 @@ def test_prompts_shorter_than_the_window_in_a_larger_bucket(
     for length in (1, 2, 3, 4, 5, 7):
         rig, flow = Rig(small), Flow(small_traces(40, at=280, new=10), 5)
         rig.advance(Bucket(kind="extend", rows=8, tokens=8), [(flow, length)])
-        window = rig.pools["conv_attn"][0, 5].abs().sum(-1) / channels
-        assert (window > 0).tolist() == [length > 2, length > 1, True]
+        kept = window(rig.pools["conv_attn"][0, 5], length).abs().sum(-1) / channels
+        assert (kept > 0).tolist() == [length > 2, length > 1, True]
         rig.advance(Bucket(kind="decode", rows=1, tokens=1), [(flow, 1)])
 
 

@@ -29,7 +29,7 @@ from support.rig import Model, Traces, native_step
 from support.stepper import Stepper, convert, recorded
 
 from inkling_engine.compile import steps
-from inkling_engine.compile.models.inkling import model, names
+from inkling_engine.compile.models.inkling import block, model, names
 from inkling_engine.kernels import native, table
 from inkling_engine.runtime.capacity import Stock
 from inkling_engine.runtime.holdings import Holdings
@@ -141,7 +141,7 @@ def evicts_live_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stock, "drop", wrong)
 
 
-BOUNDARY, PROLOGUE = (model, "boundary"), (model, "attention_prologue")
+BOUNDARY, PROLOGUE = (block, "boundary"), (block, "attention_prologue")
 FAULTS = [
     Fault(
         "a conv window is the last three inputs",
@@ -206,7 +206,7 @@ FAULTS = [
     Fault(
         "padded tokens reach no expert",
         "they are routed with the last row's",
-        before(given(starts=faults.all_tokens_live), (model, "router"), (model, "experts")),
+        before(given(starts=faults.all_tokens_live), (block, "router"), (block, "experts")),
         PADDED,
     ),
     Fault(
@@ -230,7 +230,7 @@ FAULTS = [
     Fault(
         "the router's bias chooses and does not weigh",
         "it is in the weights",
-        before(faults.biased_weights, (model, "router")),
+        before(faults.biased_weights, (block, "router")),
         APPENDIX,
     ),
     Fault(
@@ -242,7 +242,7 @@ FAULTS = [
     Fault(
         "sums do not depend on the batch",
         "more than 4 rows are summed in another order",
-        before(faults.size_dependent, (model, "linear")),
+        before(faults.size_dependent, (block, "linear")),
         CHUNKS,
     ),
     Fault(

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.programs import Programs
-from support.rig import Flow, Model, Rig, Trace, Traces, bits
+from support.rig import WINDOWS, Flow, Model, Rig, Trace, Traces, bits
 from support.schedules import Batch, draw_batch, draw_bucket
 from support.stepper import convert
 
@@ -67,14 +67,14 @@ class Captures:
     def check(self) -> None:
         """Captured windows and lengths are exact; other snapshot slots hold what they held."""
         for slot in self.slots:
-            windows, length = self.rig.windows(slot), int(self.rig.pools["snapshot_lengths"][slot])
             if slot in self.held:
-                trace, boundary = self.held[slot]
-                assert length == boundary, f"snapshot {slot}"
-                expected = trace.windows[boundary - 1]
+                trace, length = self.held[slot]
+                assert self.rig.pools["snapshot_lengths"][slot] == length, f"snapshot {slot}"
+                windows, expected = self.rig.windows(slot, length), trace.windows[length - 1]
                 assert torch.equal(bits(windows), bits(expected)), f"snapshot {slot} at {length}"
             else:
-                assert windows.isnan().all(), f"snapshot slot {slot} was written"
+                rings = [self.rig.pools[name][:, slot] for name in WINDOWS]
+                assert all(ring.isnan().all() for ring in rings), f"snapshot {slot} was written"
 
 
 def draw_destinations(captures: Captures, choose: random.Random) -> list[int]:
@@ -188,7 +188,7 @@ def test_a_request_goes_on_from_a_snapshot(
     for flow in warm:
         rig.share(flow.slot, 1, length)
     rig.advance(WHOLE, [(warm[0], chunk % 9), (first, 1), (warm[1], 2)])
-    for name in ("conv_kv_full", "conv_kv_window", "conv_attn", "conv_mlp"):
+    for name in WINDOWS:
         rig.pools[name][:, 9] = torch.nan
     while not all(flow.done for flow in (first, *warm)):
         left = [flow for flow in (first, *warm) if not flow.done]

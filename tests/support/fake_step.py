@@ -43,6 +43,18 @@ def _mix(
     return value
 
 
+def _at(ring: Tensor, position: int) -> float:
+    """What a ring [RING] of conv inputs holds of `position`; 0 before the first."""
+    return float(ring[position % len(ring)]) if position >= 0 else 0.0
+
+
+def _keep(ring: Tensor, length: int, window: Sequence[float]) -> None:
+    """Write the three inputs before `length` to a ring, but for those before position 0."""
+    for position, value in zip(range(length - 3, length), window, strict=True):
+        if position >= 0:
+            ring[position % len(ring)] = value
+
+
 class FakeStep:
     """Runs any bucket in plain Python over the bound inputs; counts its runs by program."""
 
@@ -125,10 +137,11 @@ class FakeStep:
             window = [float(kv_window[ring[i // PAGE % len(ring)], i % PAGE]) for i in seen]
             alike = [float(kv_full[full[i // PAGE], i % PAGE]) for i in seen]
             assert window == alike, "a window page was freed or overwritten"
-        conv = pools["conv_attn"][0, source, :, 0].tolist() if length else [0.0] * 3
-        self._scatter(pools, slot, length, [*conv, *map(float, tokens)])
-        conv = [*conv, *map(float, tokens)][-3:]
-        pools["conv_attn"][0, slot, :, 0] = pools["conv_attn"].new_tensor(conv)
+        rings = pools["conv_attn"][0, :, :, 0]
+        conv = [*(_at(rings[source], p) for p in range(length - 3, length)), *map(float, tokens)]
+        self._scatter(pools, slot, length, conv)
+        conv = conv[-3:]
+        _keep(rings[slot], length + len(tokens), conv)
         state[table.LENGTH] = length + len(tokens)
         token = finish = 0
         if flags & table.SAMPLE:
@@ -168,8 +181,7 @@ class FakeStep:
             destination = waiting.pop(0) if waiting else 0
             if destination:
                 window = conv[boundary - length : boundary - length + 3]
-                conv_pool = pools["conv_attn"]
-                conv_pool[0, destination, :, 0] = conv_pool.new_tensor(window)
+                _keep(pools["conv_attn"][0, destination, :, 0], boundary, window)
                 pools["snapshot_lengths"][destination] = boundary
         width = pools["snapshot_slots"].shape[1]
         waiting += [0] * (width - len(waiting))

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from inkling_engine.compile import steps
-from inkling_engine.compile.models.inkling import model
+from inkling_engine.compile.models.inkling import block, model
 from inkling_engine.kernels import table
+from inkling_engine.kernels._conv import window
 from inkling_engine.kernels.step_metadata import StepMeta
 
 Arguments = dict[str, Any]
@@ -25,7 +26,7 @@ Call = Callable[[Arguments], Any]
 Change = Callable[[Call, Arguments], Any]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
-CONVOLVING = ((model, "boundary"), (model, "attention_prologue"))
+CONVOLVING = ((block, "boundary"), (block, "attention_prologue"))
 ATTENTION = ((model, "attention_decode"), (model, "attention_extend"))
 METADATA = ((steps, "step_metadata"),)
 SAMPLE = ((steps, "sample"),)
@@ -63,17 +64,24 @@ def lagging_window(call: Call, a: Arguments) -> Any:
     result = call(a)
     for row, slot in enumerate(a["slots"].tolist()):
         if slot and begins[row + 1] > begins[row]:
-            past = old[a["sources"][row]] * bool(a["lengths"][row])
-            strip = torch.cat([past.nan_to_num(), a["x"][begins[row] : begins[row + 1]]])
-            pool[slot] = strip[-4:-1]
+            past = window(old[a["sources"][row]], int(a["lengths"][row]))
+            strip = torch.cat([past, a["x"][begins[row] : begins[row + 1]]])
+            pool[slot, last_entries(a, row)] = strip[-4:-1]
     return result
+
+
+def last_entries(a: Arguments, row: int) -> Tensor:
+    """Ring entries of a row's last three inputs, oldest first."""
+    end, ring = int(a["lengths"][row] + a["starts"].diff()[row]), int(a["conv_pool"].shape[2])
+    return torch.arange(end - 3, end) % ring
 
 
 def window_of_the_bucket(call: Call, a: Arguments) -> Any:
     """The last row's window holds the bucket's last inputs, padded ones too."""
     result, rows = call(a), a["slots"].nonzero().flatten()
     if len(rows) and len(a["x"]) >= 3:
-        a["conv_pool"][a["layer"], a["slots"][rows[-1]]] = a["x"][-3:]
+        kept = a["conv_pool"][a["layer"], a["slots"][rows[-1]]]
+        kept[last_entries(a, int(rows[-1]))] = a["x"][-3:]
     return result
 
 

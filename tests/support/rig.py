@@ -21,6 +21,7 @@ from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.steps import step
 from inkling_engine.kernels import table
+from inkling_engine.kernels._conv import window
 from inkling_engine.kernels._op import use_references
 
 Tensors = Mapping[str, Tensor]
@@ -214,15 +215,17 @@ class Rig:
     def check_state(self, flow: Flow) -> None:
         """Assert that a flow's conv windows and visible KV are those of its trace."""
         at, trace, where = flow.length - 1, flow.trace, f"slot {flow.slot} at {flow.length}"
-        _require_same(self.windows(flow.slot), trace.windows[at], f"{where}: conv windows")
+        found = self.windows(flow.slot, flow.length)
+        _require_same(found, trace.windows[at], f"{where}: conv windows")
         first = max(0, flow.length - self.model.spec.shape.local.window + 1)
-        full, window = self.kv(flow.slot, 0, flow.length), self.kv(flow.slot, first, flow.length)
+        full, seen = self.kv(flow.slot, 0, flow.length), self.kv(flow.slot, first, flow.length)
         _require_same(full[0], trace.kv_full[: flow.length], f"{where}: full KV")
-        _require_same(window[1], trace.kv_window[first : flow.length], f"{where}: window KV")
+        _require_same(seen[1], trace.kv_window[first : flow.length], f"{where}: window KV")
 
-    def windows(self, slot: int) -> Tensor:
-        """All conv windows of a slot, flat, in the pools' order."""
-        return torch.cat([self.pools[name][:, slot].flatten() for name in WINDOWS])
+    def windows(self, slot: int, length: int) -> Tensor:
+        """All conv windows of a slot before position `length`, flat, in the pools' order."""
+        rings = [self.pools[name][:, slot] for name in WINDOWS]
+        return torch.cat([window(ring, length).flatten() for ring in rings])
 
     def kv(self, slot: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """k and v of positions [first, end) through the page tables, of full and window layers,
@@ -256,11 +259,11 @@ def record(
         fed = prompt[start : start + 1]
         chunk = Chunk(1, start, fed, admit=start == 0, temperature=temperature)
         results.append(rig.step(bucket, [chunk]))
-        windows.append(rig.windows(1))
+        windows.append(rig.windows(1, start + 1))
         kv.append(rig.kv(1, start, start + 1))
         if len(prompt) <= start + 1 < len(prompt) + new:
             tokens.append(int(results[-1].ints[0, table.RESULT_HEADER]))
-    full, window = (torch.cat(kind) for kind in zip(*kv, strict=True))
+    kv_full, kv_window = (torch.cat(kind) for kind in zip(*kv, strict=True))
     return Trace(
         len(prompt),
         tokens,
@@ -269,8 +272,8 @@ def record(
         [_chosen(result.ints[0]) for result in results],
         [result.floats[0] for result in results],
         windows,
-        full,
-        window,
+        kv_full,
+        kv_window,
     )
 
 

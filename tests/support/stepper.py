@@ -19,9 +19,9 @@ from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket
 from inkling_engine.compile.convert import write_weights
-from inkling_engine.compile.driver import Chunk, Machine
+from inkling_engine.compile.driver import Chunk, Guesses, Machine
 from inkling_engine.compile.export import program_inputs
-from inkling_engine.compile.models.inkling import model
+from inkling_engine.compile.models.inkling import block, drafts, model
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import make_plan
@@ -52,16 +52,21 @@ class Stepper:
         """Process `tokens`, or the token sampled last; logits [real vocab] after the last one."""
         chunk = Chunk(slot=SLOT, start=self.length, tokens=tokens, admit=self.length == 0)
         self.length += chunk.count
-        assert chunk.count <= max(b.tokens for b in self.machine.spec.buckets), (
-            "beyond the window ring"
-        )
         bucket = DECODE
         if tokens:
             bucket = Bucket(kind="extend", rows=ROWS, tokens=chunk.count + ROWS + PADDING)
-        machine = self.machine
-        rows = machine.rows(program_inputs(machine.spec, bucket, ()), [chunk])
-        with torch.no_grad(), self._kernels():
-            return step(machine.spec, bucket, machine.weights, machine.pools, rows)[0]
+        return self._step(bucket, chunk)[0]
+
+    def verify(self, guesses: Sequence[int] = ()) -> list[int]:
+        """One round on `guesses`, or on the engine's own drafts; returns the tokens it gave."""
+        drafts = self.machine.spec.spec_depth
+        bucket = Bucket(kind="verify", rows=ROWS, tokens=ROWS * (1 + drafts), drafts=drafts)
+        chunk = Chunk(SLOT, self.length, guesses=Guesses(guesses, 0))
+        self.machine.guess([chunk])
+        self._step(bucket, chunk)
+        count, *line = self.machine.results(1)[0][0, 1:].tolist()
+        self.length += count
+        return line[table.RESULT_HEADER - 2 :][:count]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [tokens, real vocab] after every row of `hidden`, what a step gave to `head`."""
@@ -76,6 +81,17 @@ class Stepper:
     def sampled(self) -> int:
         """The token that the last step chose."""
         return int(self.machine.results(1)[0][0, table.RESULT_HEADER])
+
+    @property
+    def drafts(self) -> list[int]:
+        """The drafts that the last step chose."""
+        return self.machine.pools["draft_tokens"][SLOT].tolist()
+
+    def _step(self, bucket: Bucket, chunk: Chunk) -> Tensor:
+        machine = self.machine
+        rows = machine.rows(program_inputs(machine.spec, bucket, ()), [chunk])
+        with torch.no_grad(), self._kernels():
+            return step(machine.spec, bucket, machine.weights, machine.pools, rows)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return nullcontext() if self.native else use_references()
@@ -94,11 +110,12 @@ def convert(folder: Path, scratch: Path, dtype: str = "fp32", **options: Any) ->
 
 @contextmanager
 def recorded(*names: str) -> Iterator[dict[str, list[Call]]]:
-    """Record the model's calls of the ops `names`, in order."""
+    """Record the model's calls of the ops `names`, in order, those of its draft depths included."""
     calls: dict[str, list[Call]] = {name: [] for name in names}
+    places = [(m, name) for m in (block, model, drafts) for name in names if hasattr(m, name)]
     with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(model, name, _recorder(getattr(model, name), calls[name]))
+        for module, name in places:
+            patch.setattr(module, name, _recorder(getattr(module, name), calls[name]))
         yield calls
 
 

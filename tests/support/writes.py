@@ -58,9 +58,12 @@ class Writes:
         self.must["request_state"][slot, table.GENERATED] |= chunk.sample
         self.may["request_state"][slot, table.LAST_TOKEN] |= chunk.sample
         self.may["token_counts"][slot, torch.tensor(chunk.tokens, dtype=torch.int64)] = True
-        windows = self.may if chunk.start else self.must  # equal tokens may leave equal inputs
+        kept = self.may if chunk.start else self.must  # equal tokens may leave equal inputs
         for name in WINDOWS:
-            windows[name][:, slot] = True
+            ring = self.pools[name].shape[2]
+            kept[name][:, slot, torch.arange(max(chunk.start, end - ring), end) % ring] = True
+            old = torch.arange(max(0, chunk.start - 3), chunk.start) % ring
+            self.may[name][:, slot, old] = True  # of a row that starts from a snapshot
         self._snapshots(chunk, end)
         self._written.append((slot, torch.arange(chunk.start, end)))
 
@@ -70,11 +73,13 @@ class Writes:
         waiting = list(chunk.snapshots)
         if not waiting and not chunk.admit:
             waiting = self.pools["snapshot_slots"][chunk.slot].tolist()
-        for destination in waiting[:crossed]:
+        for i, destination in enumerate(waiting[:crossed]):
             if destination:
                 self.must["snapshot_lengths"][destination] = True
+                boundary = (chunk.start // grid + 1 + i) * grid
                 for name in WINDOWS:
-                    self.must[name][:, destination] = True
+                    entries = torch.arange(boundary - 3, boundary) % self.pools[name].shape[2]
+                    self.must[name][:, destination, entries] = True
 
     def finish(self, result: Result) -> None:
         """After the step: add what only it can tell, the sampled tokens and where pages were."""

@@ -203,8 +203,7 @@ def _drafts(shape: ModelShape, dtype: DType, layout: Layout) -> Iterator[Recipe]
         width = 2 * shape.hidden
         yield _whole(engine + "input_proj", dtype, prefix + disk["input_proj"], shape.hidden, width)
         block = _Block(engine, prefix + disk["block"], NAMINGS[style], shape, dtype)
-        kind = shape.local if d in shape.drafts.local_depths else shape.full
-        yield from block.attention(kind)
+        yield from block.attention(shape.draft_kind(d))
         yield from block.dense()
     if shape.drafts.chain_norm:
         yield _whole("chain_norm", dtype, disk["chain_norm"], shape.hidden)

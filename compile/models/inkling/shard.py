@@ -142,4 +142,4 @@ def _kind(scope: str, shape: ModelShape) -> LayerKind:
     place, index = scope.split(".")
     if place == "layers":
         return shape.kind(int(index))
-    return shape.local if int(index) in shape.drafts.local_depths else shape.full
+    return shape.draft_kind(int(index))
