@@ -133,10 +133,16 @@ def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
     floats = {
         "kv_full": (1, sizes.full_pages, 2, 1, PAGE, 2),
         "kv_window": (1, sizes.window_pages, 2, 1, PAGE, 2),
-        "conv_attn": (2, sizes.slots, 3, 4),
+        "conv_attn": (2, sizes.slots, 3 + spec.spec_depth, 4),
         "request_floats": (lines, table.FLOAT_HEADER + bias),
         "results_float": (sizes.results, rows, places),
     }
+    if spec.spec_depth:
+        floats |= {
+            "kv_draft_full": floats["kv_full"],
+            "kv_draft_window": floats["kv_window"],
+            "draft_hidden": (sizes.slots, spec.spec_depth, 1),
+        }
     return (
         *(TensorEntry(name=name, dtype="int32", shape=shape) for name, shape in ints.items()),
         *(TensorEntry(name=name, dtype="float32", shape=shape) for name, shape in floats.items()),
@@ -156,7 +162,7 @@ def _program(spec: EngineSpec, bucket: Bucket) -> ProgramEntry:
             table.ADMIT_HEADER + table.INT_HEADER + limits.stop_ids + limits.bias_ids,
         ),
         "admit_floats": (rows, table.FLOAT_HEADER + limits.bias_ids),
-        "page_updates": (2 * (tokens // PAGE + 2 * rows), 4),
+        "page_updates": (2 * ((tokens + rows * spec.spec_depth) // PAGE + 2 * rows), 4),
         "snapshot_updates": (rows, 1 + _destinations(spec)),
     }
     entries, offset = [], 0

@@ -4,6 +4,9 @@ The step follows the contract (admission, page updates, rows, commit) and keeps 
 pages and conv windows. A row's next token is a hash of everything that it reads there, so a page,
 slot or window that belongs to another request changes the output. `run_oracle` computes the same
 from plain lists.
+
+With drafting it guesses well three times of four; the keys of its drafts lie K positions behind
+their tokens, are written anew as far as the contract says, and all read back.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from inkling_engine.runtime.sampling import SamplingParams, choice_seed, stop_id
 from inkling_engine.runtime.tokens import Tokenizer
 from inkling_engine.runtime.weights import random_weights
 
+Tensors = Mapping[str, Tensor]
 NON_FINITE_TOKEN = 13  # a prompt that holds it makes the fake's logits non-finite
 
 
@@ -64,11 +68,12 @@ class FakeStep:
             program.name: dict(zip(program.inputs, inputs[program.name], strict=True))
             for program in manifest.programs
         }
+        self._drafts = {program.name: program.bucket.drafts for program in manifest.programs}
         self.runs: list[str] = []
 
     def run(self, name: str) -> None:
         """One step: admissions, pages, rows, results; one-shot lines are cleared."""
-        tensors = self.bound[name]
+        program, tensors = name, self.bound[name]
         rows = {key[5:]: tensor for key, tensor in tensors.items() if key.startswith("rows.")}
         pools = {key[6:]: tensor for key, tensor in tensors.items() if key.startswith("pools.")}
         line = len(self.runs) % self.spec.pools.results
@@ -93,10 +98,10 @@ class FakeStep:
                 tokens = ids[start : start + count]
                 source = int(rows["row_sources"][row]) or slot
                 flags = int(rows["row_flags"][row])
-                self._row(pools, line, row, slot, source, tokens, flags)
+                self._row(pools, (line, row), (slot, source), tokens, flags, self._drafts[program])
             start += count
 
-    def _admit(self, pools: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+    def _admit(self, pools: Tensors, rows: Tensors) -> None:
         for ints, floats in zip(rows["admit_ints"].tolist(), rows["admit_floats"], strict=True):
             if slot := ints[table.ADMIT_SLOT]:
                 state = pools["request_state"][slot].zero_()
@@ -110,59 +115,117 @@ class FakeStep:
 
     def _row(
         self,
-        pools: Mapping[str, Tensor],
-        line: int,
-        row: int,
-        slot: int,
-        source: int,
+        pools: Tensors,
+        place: tuple[int, int],
+        slots: tuple[int, int],
         tokens: list[int],
         flags: int,
+        drafts: int,
     ) -> None:
-        state = pools["request_state"][slot]
-        length = int(state[table.LENGTH])
-        if flags & table.FROM_TABLE:
+        """A row of a step; `place` is its result line, `slots` are its own and its source."""
+        (slot, source), state = slots, pools["request_state"][slots[0]]
+        length, pages = int(state[table.LENGTH]), _Pages(pools, slot)
+        goes_on = bool(flags & table.FROM_TABLE)
+        if goes_on:
             assert len(tokens) == 1
-            tokens = [int(state[table.LAST_TOKEN])]
-        full, ring = pools["full_table"][slot].tolist(), pools["window_table"][slot].tolist()
-        kv_full, kv_window = (
-            pools["kv_full"][0, :, 0, 0, :, 0],
-            pools["kv_window"][0, :, 0, 0, :, 0],
-        )
-        window: list[float] = []
-        for at, token in enumerate(tokens, start=length):
-            kv_full[full[at // PAGE], at % PAGE] = token
-            kv_window[ring[at // PAGE % len(ring)], at % PAGE] = token
-        for at in range(length, length + len(tokens)):  # each query reads its own window
-            seen = range(max(0, at - WINDOW + 1), at + 1)
-            window = [float(kv_window[ring[i // PAGE % len(ring)], i % PAGE]) for i in seen]
-            alike = [float(kv_full[full[i // PAGE], i % PAGE]) for i in seen]
-            assert window == alike, "a window page was freed or overwritten"
+            tokens = [int(state[table.LAST_TOKEN]), *self._guesses(pools, slot, drafts)]
+        pages.write("", length, tokens)
         rings = pools["conv_attn"][0, :, :, 0]
         conv = [*(_at(rings[source], p) for p in range(length - 3, length)), *map(float, tokens)]
-        self._scatter(pools, slot, length, conv)
-        conv = conv[-3:]
-        _keep(rings[slot], length + len(tokens), conv)
-        state[table.LENGTH] = length + len(tokens)
-        token = finish = 0
-        if flags & table.SAMPLE:
-            history = [
-                float(kv_full[full[i // PAGE], i % PAGE]) for i in range(length + len(tokens))
-            ]
-            ints = pools["request_ints"][slot].tolist()
-            seed = ints[table.SEED_LOW] if float(pools["request_floats"][slot, 0]) else 0
-            value = _mix(history, window, conv, seed)
-            token, finish = self._commit(state, ints, history, value)
-            top = self.spec.limits.top_logprobs
-            for i in range(top):
-                place = table.RESULT_HEADER + 1 + i
-                pools["results_int"][line, row, place] = (token + i) % REAL_VOCAB
-                pools["results_float"][line, row, 1 + i] = logprob(value) - i
-            pools["results_float"][line, row, 0] = logprob(value)
-        emitted = int(bool(flags & table.SAMPLE))
-        result = [slot, emitted, finish, length + len(tokens), 0, token]
-        pools["results_int"][line, row, : table.RESULT_HEADER + 1] = state.new_tensor(result)
+        given = 0
+        for at in range(len(tokens)):  # each query reads its own window
+            history, window = pages.read("", 0, length + at)
+            assert window == history[-WINDOW:], "a window page was freed or overwritten"
+            if not goes_on and not (flags & table.SAMPLE and at + 1 == len(tokens)):
+                continue
+            value = _mix(history, window, conv[at + 1 : at + 4], self._seed(pools, slot))
+            token = self._emit(pools, place, given, slot, history, value)
+            given += 1
+            if state[table.FINISH] or tokens[at + 1 : at + 2] != [token]:
+                break
+        end = length + (given if goes_on else len(tokens))
+        kept = self._scatter(pools, slot, length, conv, end)
+        if source != slot:
+            _keep(rings[slot], length, conv[:3])
+        for position, token in enumerate(tokens, start=length):
+            rings[slot, position % rings.shape[1]] = token
+        state[table.LENGTH] = end
+        header = [slot, given, int(state[table.FINISH]), end, len(tokens) - 1 if goes_on else 0]
+        pools["results_int"][(*place, slice(table.RESULT_HEADER))] = state.new_tensor(header)
+        if self.spec.spec_depth:
+            self._draft(pools, slots, length, end, bool(given), kept)
 
-    def _check_sources(self, rows: Mapping[str, Tensor], pools: Mapping[str, Tensor]) -> None:
+    def _guesses(self, pools: Tensors, slot: int, drafts: int) -> list[int]:
+        """The drafts that a round verifies."""
+        state, ints = pools["request_state"][slot], pools["request_ints"][slot]
+        left = int(ints[table.MAX_TOKENS] - state[table.GENERATED]) - 1
+        count = max(min(int(state[table.DRAFTS]), left), 0) if drafts else 0
+        found: list[int] = pools["draft_tokens"][slot, :count].tolist()
+        return found
+
+    def _seed(self, pools: Tensors, slot: int) -> int:
+        sampled = float(pools["request_floats"][slot, 0])
+        return int(pools["request_ints"][slot, table.SEED_LOW]) if sampled else 0
+
+    def _emit(
+        self,
+        pools: Tensors,
+        place: tuple[int, int],
+        index: int,
+        slot: int,
+        history: list[float],
+        value: int,
+    ) -> int:
+        """Draw a token, write it as the line's token `index`."""
+        state, ints = pools["request_state"][slot], pools["request_ints"][slot].tolist()
+        token = self._commit(state, ints, history, value)
+        top, most = self.spec.limits.top_logprobs, 1 + self.spec.spec_depth
+        line, floats = (
+            pools["results_int"][place][table.RESULT_HEADER :],
+            pools["results_float"][place],
+        )
+        line[index], floats[index] = token, logprob(value)
+        for i in range(top):
+            line[most + index * top + i] = (token + i) % REAL_VOCAB
+            floats[most + index * top + i] = logprob(value) - i
+        return token
+
+    def _draft(
+        self,
+        pools: Tensors,
+        slots: tuple[int, int],
+        length: int,
+        end: int,
+        sampled: bool,
+        kept: Mapping[int, int],
+    ) -> None:
+        """The draft phase over the last rows before `length` and the new ones; `kept` are the
+        snapshot slots by boundary."""
+        (slot, source), depth = slots, self.spec.spec_depth
+        pages, state = _Pages(pools, slot), pools["request_state"][slot]
+        stash, first = pools["draft_hidden"][:, :, 0], max(0, length - depth)
+        again = [float(stash[source, p % depth]) for p in range(first, length)]
+        new = pages.read("", length, end - 1)[0]
+        history = pages.read("", 0, end - 1)[0]
+        assert [*again, *new] == history[first:], "the stash is another request's"
+        pages.write("draft_", first + depth, [*again, *new])
+        behind, seen = pages.read("draft_", depth, end - 1 + depth)
+        assert behind == history and seen == history[-len(seen) :], "draft keys of another request"
+        for at, target in (*kept.items(), (end, slot)):
+            for position in range(max(0, at - depth), at):
+                stash[target, position % depth] = history[position]
+        state[table.DRAFTS] = 0
+        if sampled and not state[table.FINISH]:
+            known = [*history, float(state[table.LAST_TOKEN])]
+            for index in range(depth):
+                value = _mix(known, known[-WINDOW:], known[-3:], self._seed(pools, slot))
+                guess = next_token(value, ()) if value % 4 else (value + 1) % REAL_VOCAB
+                pools["draft_tokens"][slot, index] = guess
+                known.append(float(guess))
+            limit = int(pools["request_ints"][slot, table.DRAFT_LIMIT])
+            state[table.DRAFTS] = min(depth, limit)
+
+    def _check_sources(self, rows: Tensors, pools: Tensors) -> None:
         """A row's source is its own slot or one that no row of the step writes."""
         slots = [slot for slot in rows["row_slots"].tolist() if slot]
         written = {*slots, *(n for slot in slots for n in pools["snapshot_slots"][slot].tolist())}
@@ -172,39 +235,73 @@ class FakeStep:
         assert not {n for n in written if n > self.spec.max_running} & {*slots}
 
     def _scatter(
-        self, pools: Mapping[str, Tensor], slot: int, length: int, conv: list[float]
-    ) -> None:
-        """Take the destinations of the boundaries behind `length`; `conv` is the window there and
-        the row's tokens."""
-        end, waiting = length + len(conv) - 3, pools["snapshot_slots"][slot].tolist()
-        for boundary in range((length // GRID + 1) * GRID, end + 1, GRID):
-            destination = waiting.pop(0) if waiting else 0
+        self, pools: Tensors, slot: int, length: int, conv: list[float], end: int
+    ) -> dict[int, int]:
+        """Write the destinations of the boundaries behind `length`, take those up to `end`, which
+        are returned by boundary; `conv` is the window there and the row's tokens."""
+        tried, waiting = length + len(conv) - 3, pools["snapshot_slots"][slot].tolist()
+        taken: dict[int, int] = {}
+        boundaries = range((length // GRID + 1) * GRID, tried + 1, GRID)
+        for boundary, destination in zip(boundaries, [*waiting], strict=False):
             if destination:
                 window = conv[boundary - length : boundary - length + 3]
                 _keep(pools["conv_attn"][0, destination, :, 0], boundary, window)
-                pools["snapshot_lengths"][destination] = boundary
+            if boundary <= end:
+                waiting.pop(0)
+                if destination:
+                    taken[boundary] = destination
+                    pools["snapshot_lengths"][destination] = boundary
         width = pools["snapshot_slots"].shape[1]
         waiting += [0] * (width - len(waiting))
         pools["snapshot_slots"][slot] = pools["snapshot_slots"].new_tensor(waiting)
+        return taken
 
-    def _commit(
-        self, state: Tensor, ints: list[int], history: list[float], value: int
-    ) -> tuple[int, int]:
-        prompt = history[: ints[table.PROMPT_LENGTH]]
-        if NON_FINITE_TOKEN in prompt:
+    def _commit(self, state: Tensor, ints: list[int], history: list[float], value: int) -> int:
+        state[table.GENERATED] += 1
+        if NON_FINITE_TOKEN in history[: ints[table.PROMPT_LENGTH]]:
             state[table.FINISH] = table.Finish.NON_FINITE
-            return 0, table.Finish.NON_FINITE
+            return 0
         stops = ints[table.INT_HEADER : table.INT_HEADER + self.spec.limits.stop_ids]
         generated = int(state[table.GENERATED])
-        token = next_token(value, stops if generated < ints[table.MIN_TOKENS] else ())
-        finish = table.Finish.NONE
+        token = next_token(value, stops if generated <= ints[table.MIN_TOKENS] else ())
+        state[table.LAST_TOKEN] = token
         if token in stops:
-            finish = table.Finish.STOP
-        elif generated + 1 >= ints[table.MAX_TOKENS]:
-            finish = table.Finish.LENGTH
-        state[table.LAST_TOKEN], state[table.GENERATED] = token, generated + 1
-        state[table.FINISH] = finish
-        return token, finish
+            state[table.FINISH] = table.Finish.STOP
+        elif generated >= ints[table.MAX_TOKENS]:
+            state[table.FINISH] = table.Finish.LENGTH
+        return token
+
+
+class _Pages:
+    """KV places of a slot through its page tables, of the target ("") or of the drafts ("draft_")."""
+
+    def __init__(self, pools: Tensors, slot: int) -> None:
+        self._pools = pools
+        self._full, self._ring = (
+            pools["full_table"][slot].tolist(),
+            pools["window_table"][slot].tolist(),
+        )
+
+    def write(self, family: str, first: int, values: Sequence[float]) -> None:
+        """Write one value a position from `first` on."""
+        for at, value in enumerate(values, start=first):
+            self._full_at(family, at).fill_(value)
+            self._window_at(family, at).fill_(value)
+
+    def read(self, family: str, first: int, last: int) -> tuple[list[float], list[float]]:
+        """What full layers have at positions [first, last], and window layers see from `last`."""
+        whole = [float(self._full_at(family, at)) for at in range(first, last + 1)]
+        seen = range(max(first, last - WINDOW + 1), last + 1)
+        return whole, [float(self._window_at(family, at)) for at in seen]
+
+    def _full_at(self, family: str, at: int) -> Tensor:
+        assert self._full[at // PAGE], "a position without a page"
+        return self._pools[f"kv_{family}full"][0, self._full[at // PAGE], 0, 0, at % PAGE, 0]
+
+    def _window_at(self, family: str, at: int) -> Tensor:
+        page = self._ring[at // PAGE % len(self._ring)]
+        assert page, "a position without a page"
+        return self._pools[f"kv_{family}window"][0, page, 0, 0, at % PAGE, 0]
 
 
 def logprob(value: int) -> float:
