@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as ListLike
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from inkling_engine.kernels import table
+from inkling_engine.runtime.requests import Status
 from inkling_engine.runtime.stats import by_state
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from inkling_engine.runtime.engine import Engine
     from inkling_engine.runtime.plan import Plan
     from inkling_engine.runtime.replay import Replayer
-    from inkling_engine.runtime.requests import Sequence
+    from inkling_engine.runtime.requests import Request, Sequence
 
 
 def active() -> bool:
@@ -116,6 +119,39 @@ def digest(engine: Engine, sequence: Sequence) -> str:
     return digest_tensors(_state(engine, sequence))
 
 
+def draft_digest(engine: Engine, sequence: Sequence) -> str:
+    """SHA-256 of what a running sequence's next round can read of the draft depths, and its drafts.
+    It depends on the tokens so far alone, not on what was guessed on the way."""
+    from inkling_engine.runtime.pool import digest as digest_tensors
+
+    assert sequence.slot and engine.spec.spec_depth, "there is no draft state"
+    settle(engine)
+    return digest_tensors(_draft_state(engine, sequence))
+
+
+def write_drafts(engine: Engine, sequence: Sequence, tokens: ListLike[int]) -> None:
+    """Let a running sequence's next round verify `tokens` in place of the drafts that it has."""
+    settle(engine)
+    tensors, slot = engine.pool.tensors, sequence.slot
+    assert slot and len(tokens) <= engine.spec.spec_depth, "more drafts than a round has"
+    for place, token in enumerate(tokens):
+        tensors["draft_tokens"][slot, place] = token
+    tensors["request_state"][slot, table.DRAFTS] = len(tokens)
+
+
+def force_accept(engine: Engine, request: Request, low: int, high: int | None = None) -> None:
+    """Accept exactly `low` drafts, whatever they are, in steps of even number and `high` (by default as
+    many) in odd ones, as far as there are drafts: for measuring, tokens are then the drafts'."""
+    most = engine.spec.spec_depth
+    high = low if high is None else high
+    assert 0 <= low <= most and 0 <= high <= most, f"more than {most} drafts"
+    settle(engine)
+    for sequence in request.sequences:
+        sequence.admit_ints[table.FORCE_ACCEPT] = forced = 1 + low + 16 * high
+        if sequence.status is Status.RUNNING:
+            engine.pool.tensors["request_ints"][sequence.slot, table.FORCE_ACCEPT] = forced
+
+
 def settle(engine: Engine) -> None:
     """Wait until the device has ended all that was begun."""
     if engine._ahead:
@@ -131,16 +167,49 @@ def _state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:
     """The tensors of `digest`; pages are [layers, 2, kv heads, page, head dim]."""
     from inkling_engine.kernels._conv import window
 
-    tensors, page, length = engine.pool.tensors, engine.spec.page_size, sequence.length
+    tensors, length = engine.pool.tensors, _length(engine, sequence)
     for name in sorted(tensors):
         if name.startswith("conv_") and "draft" not in name:
             yield window(tensors[name][:, sequence.slot], length)
-    seen = max(0, length - engine.spec.shape.local.window + 1)
-    for name, pages, first, begin in (
-        ("kv_full", sequence.full_pages, 0, 0),
-        ("kv_window", sequence.window_pages, sequence.window_first, seen),
+    yield from _visible(engine, sequence, "kv_", 0, length)
+
+
+def _draft_state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:
+    """The tensors of `draft_digest`: keys lie K positions behind their tokens."""
+    import torch
+
+    tensors, depth, slot = engine.pool.tensors, engine.spec.spec_depth, sequence.slot
+    length = _length(engine, sequence)
+    again = torch.arange(max(0, length - depth), length)  # computed again in the next round
+    for name in sorted(tensors):
+        if name.startswith("conv_") and "draft" in name:
+            ring = tensors[name][:, slot]
+            kept = torch.arange(max(0, length - ring.shape[1]), length)
+            yield ring[:, kept % ring.shape[1]]
+    yield from _visible(engine, sequence, "kv_draft_", depth, length)
+    yield tensors["draft_hidden"][slot, again % depth]
+    yield tensors["recent_tokens"][slot, again[again > 0] % depth]
+    yield tensors["request_state"][slot, table.DRAFTS]
+    yield tensors["draft_tokens"][slot, : int(tensors["request_state"][slot, table.DRAFTS])]
+
+
+def _visible(
+    engine: Engine, sequence: Sequence, family: str, first: int, length: int
+) -> Iterator[Tensor]:
+    """Keys and values behind KV position `first`, as far as the token at `length` may see them."""
+    tensors, page, past = engine.pool.tensors, engine.spec.page_size, engine.spec.shape.local.window
+    for kind, pages, logical, begin in (
+        ("full", sequence.full_pages, 0, first),
+        ("window", sequence.window_pages, sequence.window_first, max(first, length - past + 1)),
     ):
-        for index, physical in enumerate(pages, first):
-            low, high = max(begin - index * page, 0), min(length - index * page, page)
+        for index, physical in enumerate(pages, logical):
+            low, high = max(begin - index * page, 0), min(length + first - index * page, page)
             if low < high:
-                yield tensors[name][:, physical, :, :, low:high]
+                yield tensors[f"{family}{kind}"][:, physical, :, :, low:high]
+
+
+def _length(engine: Engine, sequence: Sequence) -> int:
+    """Tokens whose state is in the pools: behind the prompt, as the device knows them."""
+    if sequence.length < len(sequence.feed):
+        return sequence.length
+    return int(engine.pool.tensors["request_state"][sequence.slot, table.LENGTH])

@@ -30,7 +30,9 @@ _LINES: Final = (
     "full_table",
     "window_table",
     "snapshot_slots",
+    "draft_tokens",
 )
+_STASHES: Final = ("draft_hidden", "recent_tokens")  # by slot too, where the engine drafts
 
 Table = Literal["full", "window"]
 
@@ -58,36 +60,43 @@ class StatePool:
         assert sizes.table_width * spec.page_size >= spec.max_context + spec.spec_depth
         for name, pages in (("kv_full", sizes.full_pages), ("kv_window", sizes.window_pages)):
             assert self.tensors[name].shape[1] == pages, f"{name} does not have {pages} pages"
-        for name in self._convs():
-            assert self.tensors[name].shape[1] == sizes.slots, f"{name}: not {sizes.slots} slots"
+        for name, tensor in self._by_slot().items():
+            assert tensor.shape[0] == sizes.slots, f"{name}: not {sizes.slots} slots"
         for name in _LINES:
             assert self.tensors[name].shape[0] == 1 + spec.max_running, f"{name}: wrong line count"
         assert self.tensors["results_int"].shape[0] == sizes.results
 
-    def _convs(self) -> list[str]:
-        return [name for name in self.tensors if name.startswith("conv_")]
+    def _by_slot(self) -> dict[str, Tensor]:
+        """What live and snapshot slots have alike, as [slots, ...] each."""
+        found = {n: t.transpose(0, 1) for n, t in self.tensors.items() if n.startswith("conv_")}
+        return found | {name: self.tensors[name] for name in _STASHES if name in self.tensors}
+
+    def _paged(self, table: Table) -> list[Tensor]:
+        """KV pools of the pages of `table`: the target's and the drafts'."""
+        names = (f"kv_{table}", f"kv_draft_{table}")
+        return [self.tensors[name] for name in names if name in self.tensors]
 
     def digest_slot(self, slot: int) -> str:
-        """SHA-256 of all conv rings in a live or snapshot slot, in the pools' order."""
-        return digest(self.tensors[name][:, slot] for name in self._convs())
+        """SHA-256 of a live or snapshot slot: all conv rings as they are, and with drafting what the
+        depths are computed again from."""
+        return digest(tensor[slot] for tensor in self._by_slot().values())
 
     def digest_page(self, table: Table, page: int) -> str:
         """SHA-256 of a physical page's keys and values in all layers of its kind."""
-        return digest([self.tensors[f"kv_{table}"][:, page]])
+        return digest(pool[:, page] for pool in self._paged(table))
 
     def poison_slot(self, slot: int, value: float = math.nan) -> None:
-        """Fill a slot nobody may read: conv rings and floats with `value`, the rest of its
-        request table line (a live slot's only) with a garbage integer."""
-        for name in self._convs():
-            self.tensors[name][:, slot] = value
-        for name in _LINES:
-            line = self.tensors[name]
-            if slot < line.shape[0]:
-                line[slot] = value if line.dtype.is_floating_point else _GARBAGE
+        """Fill a slot nobody may read: rings, stashes and floats with `value`, integers, and the rest
+        of its request table line (a live slot's only), with a garbage one."""
+        lines = {name: self.tensors[name] for name in _LINES}
+        for tensor in (*self._by_slot().values(), *lines.values()):
+            if slot < tensor.shape[0]:
+                tensor[slot] = value if tensor.dtype.is_floating_point else _GARBAGE
 
     def poison_page(self, table: Table, page: int, value: float = math.nan) -> None:
         """Fill a physical page nobody may read with `value`."""
-        self.tensors[f"kv_{table}"][:, page] = value
+        for pool in self._paged(table):
+            pool[:, page] = value
 
 
 def digest(parts: Iterable[Tensor]) -> str:
