@@ -51,7 +51,9 @@ def render(facts: dict[str, Any]) -> str:
     spec, built, sizes = facts["spec"], facts["environment"], facts["bytes"]
     shape = spec["shape"]
     buckets = [msgspec.convert(program["bucket"], Bucket) for program in facts["programs"]]
-    decodes = " ".join(str(b.rows) for b in buckets if b.kind == "decode")
+    depth = spec["spec_depth"]
+    decodes = " ".join(str(b.rows) for b in buckets if b.kind != "extend")
+    drafting = f"verify {depth} drafts, rows" if depth else "decode rows"
     extends = " ".join(f"{b.tokens}x{b.rows}" for b in buckets if b.kind == "extend")
     weights = _size(sizes["weights"]) if facts["weights"] else "none (programs only)"
     proofs = ", ".join(sorted({program["proof"] for program in facts["programs"]}))
@@ -64,7 +66,7 @@ def render(facts: dict[str, Any]) -> str:
         f"{spec['threads']} thread(s)",
         "limits": f"context {spec['max_context']}, {spec['max_running']} running, "
         f"page {spec['page_size']}",
-        "programs": f"{len(buckets)}: decode rows {decodes}; extend tokens x rows {extends}",
+        "programs": f"{len(buckets)}: {drafting} {decodes}; extend tokens x rows {extends}",
         "proof": proofs,
         "built": f"{facts['created']}, torch {built['torch']}, {built['machine']}, "
         f"engine {built['engine']}",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from inkling_engine.artifacts.layout import program_name
 from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
 from inkling_engine.runtime.capacity import Account
+from inkling_engine.runtime.drafts import DraftStats
 from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.requests import FinishReason, Sequence, Status
 
@@ -30,8 +31,8 @@ _LEAST = 1e-7  # seconds; all that is shorter shares a bin
 
 @dataclass(slots=True)
 class BucketStats:
-    """Replays of one bucket. Rows and tokens are summed over steps: those that a plan named, and
-    those that only filled the shape. `seconds` are those of the device, replay after replay."""
+    """Replays of one bucket. Rows and tokens are summed over steps: those that a plan named (and the
+    drafts that were verified), and those that only filled the shape. `seconds` are those of the device, replay after replay."""
 
     replays: int = 0
     steps: int = 0
@@ -44,13 +45,13 @@ class BucketStats:
     def add(self, plan: Plan, seconds: float) -> None:
         """Count one replay."""
         steps, bucket = plan.steps, plan.bucket
-        rows, tokens = len(plan.slots), sum(plan.counts)
+        rows, tokens = len(plan.slots), sum(plan.counts) * steps + plan.drafted
         self.replays += 1
         self.steps += steps
         self.rows += rows * steps
         self.row_padding += (bucket.rows - rows) * steps
-        self.tokens += tokens * steps
-        self.token_padding += (bucket.tokens - tokens) * steps
+        self.tokens += tokens
+        self.token_padding += bucket.tokens * steps - tokens
         self.seconds += seconds
 
 
@@ -79,6 +80,7 @@ class EngineStats:
     prefix_hits: int
     prefix_tokens: int
     preemptions: int
+    drafts: DraftStats
     first_token: Latency
     per_token: Latency
 
@@ -153,6 +155,7 @@ class StatsCollector:
                 prefix_hits=self._hits,
                 prefix_tokens=scheduler.cached_tokens,
                 preemptions=scheduler.preemptions,
+                drafts=engine.drafts.copy(),
                 first_token=self._first_token.latency(),
                 per_token=self._per_token.latency(),
             )
@@ -226,6 +229,7 @@ def _families(stats: EngineStats) -> Iterator[tuple[str, str, str, list[Sample]]
         ("preemptions_total", "Times that a running choice lost its pages.", stats.preemptions),
     ):
         yield name, "counter", text, [({}, value)]
+    yield from _draft_families(stats.drafts)
     by_bucket = {name: asdict(bucket) for name, bucket in stats.buckets.items()}
     for name, text, key in (
         ("replays_total", "Replays.", "replays"),
@@ -249,6 +253,23 @@ def _families(stats: EngineStats) -> Iterator[tuple[str, str, str, list[Sample]]
         for state, count in by_state(account).items()
     ]
     yield "pool", "gauge", "Slots and pages by state.", occupancy
+
+
+def _draft_families(drafts: DraftStats) -> Iterator[tuple[str, str, str, list[Sample]]]:
+    """The same of drafting, where there is some."""
+    if not drafts.proposed:
+        return
+    for name, text, value in (
+        ("draft_rounds_total", "Rounds that had drafts.", drafts.rounds),
+        ("draft_round_tokens_total", "Tokens that these rounds gave.", drafts.tokens),
+    ):
+        yield name, "counter", text, [({}, value)]
+    for name, text, counts in (
+        ("drafts_proposed_total", "Drafts verified, by depth.", drafts.proposed),
+        ("drafts_accepted_total", "Drafts accepted, by depth.", drafts.accepted),
+    ):
+        samples: list[Sample] = [({"depth": at}, count) for at, count in enumerate(counts, 1)]
+        yield name, "counter", text, samples
 
 
 def _labels(labels: Mapping[str, object]) -> str:
