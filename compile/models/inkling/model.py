@@ -79,8 +79,7 @@ class Decoder:
             s.log_alpha,
             s.eps,
         )
-        attend = attention_decode if kind == "decode" else attention_extend
-        o_TC = attend(
+        attended = (
             q_TND,
             r_TN16,
             w[f"layers.{i}.rel_proj"],
@@ -92,6 +91,8 @@ class Decoder:
             layer,
             geometry.window,
         )
+        decoding = kind == "decode"
+        o_TC = attention_decode(*attended, 1) if decoding else attention_extend(*attended, 0)
         a_TH: Tensor = linear(o_TC, w[f"layers.{i}.o"])
         return a_TH
 
