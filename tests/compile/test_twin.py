@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -292,7 +293,7 @@ def test_a_script_of_rounds_has_every_number_of_right_guesses(drafts: int) -> No
     for chunks in rounds:
         assert {chunk.guesses.right for chunk in chunks if chunk.guesses} == set(range(drafts + 1))
         assert all(len(c.guesses.tokens) == drafts for c in chunks[1:] if c.guesses)
-    for before, after in zip(rounds, rounds[1:], strict=False):
+    for before, after in pairwise(rounds):
         for chunk, following in zip(before, after, strict=True):
             assert chunk.guesses and following.start == chunk.start + 1 + chunk.guesses.right
             crossed += chunk.start // spec.snapshot_grid < following.start // spec.snapshot_grid
