@@ -159,12 +159,12 @@ def commit_kernel(
     tl.store(floats + place, tl.where(kept, logprob, 0.0), mask=laid)
     for i in range(0, MOST * TOP, TOP_LANES):
         column = i + tl.arange(0, TOP_LANES)[None, :]
-        mask = column < emitted[:, None] * TOP
-        best = tl.load(top_tokens + first[:, None] * TOP + column, mask=mask, other=0)
-        values = tl.load(top_logprobs + first[:, None] * TOP + column, mask=mask, other=0.0)
-        mask = within[:, None] & (column < MOST * TOP)
-        tl.store(out + MOST + column, best, mask=mask)
-        tl.store(floats + MOST + column, values, mask=mask)
+        cell, known = first[:, None] * TOP + column, column < emitted[:, None] * TOP
+        best = tl.load(top_tokens + cell, mask=known, other=0)
+        values = tl.load(top_logprobs + cell, mask=known, other=0.0)
+        room = within[:, None] & (column < MOST * TOP)
+        tl.store(out + MOST + column, best, mask=room)
+        tl.store(floats + MOST + column, values, mask=room)
 
 
 def commit(
@@ -220,7 +220,7 @@ def compile_cases() -> list[CompileCase]:
             name, commit, meta(129, 8, **i32), meta(129, 200058, **i32),
             meta(16, 128, 5 + 21 * most, **i32), meta(16, 128, 21 * most, **f32),
             meta(4, dtype=torch.int64), meta(129, 16, **i32), meta(257, **i32),
-            meta(129, 50, **i32), meta(samples, **i32), meta(samples, **f32),
+            meta(129, 52, **i32), meta(samples, **i32), meta(samples, **f32),
             meta(samples, 20, **i32), meta(samples, 20, **f32), meta(samples, **i32),
             meta(rows, **i32), meta(rows + 1, **i32), meta(rows, **i32), meta(samples, **i32),
             meta(rows, 1, **i32), meta(rows, 1, **i32), 8, drafts,

@@ -77,13 +77,12 @@ def apply_lines(
     live = (slot > 0) & (slot < LINES)
     copied(admit_ints, request_ints, live, slot, ADMIT_HEADER, INTS, INT_LANES)
     copied(admit_floats, request_floats, live, slot, 0, FLOATS, FLOAT_LANES)
-    zero, column = tl.zeros_like(slot), tl.arange(0, STATE_WIDTH)[None, :]
     length = tl.load(admission + ADMIT_LENGTH, mask=live, other=0)
     generated = tl.load(admission + ADMIT_GENERATED, mask=live, other=0)
-    values = tl.where(column == LENGTH, length[:, None], 0)
-    values = tl.where(column == GENERATED, generated[:, None], values)
-    state = request_state + slot.to(tl.int64)[:, None] * STATE_WIDTH + column
-    tl.store(state, values, mask=live[:, None])
+    state, zero = request_state + slot.to(tl.int64) * STATE_WIDTH, tl.zeros_like(slot)
+    for i in tl.static_range(STATE_WIDTH):
+        value = length if i == LENGTH else generated if i == GENERATED else zero
+        tl.store(state + i, value, mask=live)
     column = tl.arange(0, WAITING_LANES)
     waiting = snapshot_slots + slot.to(tl.int64)[:, None] * WAITING + column[None, :]
     cleared = live[:, None] & (column < WAITING)[None, :]
@@ -343,9 +342,9 @@ def compile_cases() -> list[CompileCase]:
         (8, 72, 1, 8),
     ):
         lines, updates = 129, 2 * (tokens // 64 + 2 * rows)
-        tables = [(lines, width) for width in (8, 50, 40, 200058, 2048, 17, 16)]
+        tables = [(lines, width) for width in (8, 52, 40, 200058, 2048, 17, 16)]
         row_inputs = [(rows,)] * 4 + [(tokens,)]
-        one_shot = [(rows, 54), (rows, 40), (updates, 4), (rows, 17)]
+        one_shot = [(rows, 56), (rows, 40), (updates, 4), (rows, 17)]
         shapes = [*tables, (lines + 128,), (lines, max(1, drafts)), *row_inputs, *one_shot]
         arguments = [
             meta(*shape, dtype=torch.float32 if i in (2, 15) else torch.int32)
