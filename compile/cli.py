@@ -32,7 +32,11 @@ from inkling_engine.compile.options import BuildOptions
 @click.option("--spec-depth", type=int, help="Drafts a round. Default 0.")
 @click.option("--rank-weights", help="Convert only these ranks' weights, such as 0,1.")
 @click.option("--jobs", type=int, help="Work items at a time. Default 1.")
-@click.option("--config", type=click.Path(dir_okay=False), help="JSON file with the same fields.")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False),
+    help="JSON file with the same fields, and draft_vocab.",
+)
 @click.option(
     "--dry-run",
     is_flag=False,

@@ -14,7 +14,7 @@ import msgspec
 
 from inkling_engine.artifacts.compat import cpu_level
 from inkling_engine.artifacts.errors import UsageError
-from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape, PoolSizes
+from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape, PoolSizes, StepKind
 
 DType = Literal["float32", "bfloat16"]
 DTYPES: dict[str, DType] = {
@@ -23,6 +23,7 @@ DTYPES: dict[str, DType] = {
     "float32": "float32",
     "bfloat16": "bfloat16",
 }
+DECODE_KIND: dict[bool, StepKind] = {False: "decode", True: "verify"}  # by whether it drafts
 CUDA_ARCHS = ("sm90",)
 CPU_ARCHS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "native")
 DEFAULT_RUNNING = {"cpu": 8, "cuda": 128}
@@ -142,7 +143,7 @@ def _decode_rows(options: BuildOptions, device: str) -> tuple[int, ...]:
 
 def _decode_buckets(rows: tuple[int, ...], options: BuildOptions) -> list[Bucket]:
     """One token a row, or with drafting a row's last token and its drafts."""
-    drafts, kind = options.spec_depth, "verify" if options.spec_depth else "decode"
+    drafts, kind = options.spec_depth, DECODE_KIND[options.spec_depth > 0]
     return [
         Bucket(kind=kind, rows=r, tokens=r * (1 + drafts), drafts=drafts) for r in sorted(set(rows))
     ]

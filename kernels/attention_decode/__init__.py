@@ -1,12 +1,19 @@
-"""Attention of a decode step: `attention_extend` for rows of at most one token.
+"""Attention of a decode step: `attention_extend` for rows of few tokens.
 
-`attention_decode(q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window) -> o`:
-arguments and mathematics as in `attention_extend`, with starts[i + 1] - starts[i] <= 1. An op of
-its own because a GPU splits one query's keys, not the queries; on the CPU both run the same code.
+`attention_decode(q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window, most)
+-> o`: arguments and mathematics as in `attention_extend` with first 0, and
+starts[i + 1] - starts[i] <= most: 1 in plain decoding, 1 + K where K drafts are verified. An op of its
+own because a GPU splits the keys of a row's queries, not the queries; on the CPU both run the same
+code.
 """
 
 from inkling_engine.kernels._op import define
 from inkling_engine.kernels.attention_decode import reference
-from inkling_engine.kernels.attention_extend import SIGNATURE, fake
+from inkling_engine.kernels.attention_extend import TENSORS, fake
 
-attention_decode = define("attention_decode", SIGNATURE, reference.attention_decode, fake)
+attention_decode = define(
+    "attention_decode",
+    f"({TENSORS}, int layer, int window, int most) -> Tensor",
+    reference.attention_decode,
+    fake,
+)

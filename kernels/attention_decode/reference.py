@@ -1,4 +1,4 @@
-"""Attention of a decode step: the extend reference, held to one token a row."""
+"""Attention of a decode step: the extend reference, held to `most` tokens a row."""
 
 from torch import Tensor
 
@@ -16,9 +16,10 @@ def attention_decode(
     lengths: Tensor,
     layer: int,
     window: int,
+    most: int,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
-    assert int(starts.diff().max()) <= 1, "a decode row has at most one token"
+    assert int(starts.diff().max()) <= most, "a row has more tokens than `most`"
     return attention_extend(
-        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window
+        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window, 0
     )

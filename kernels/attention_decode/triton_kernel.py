@@ -28,6 +28,8 @@ from inkling_engine.kernels._triton import (
     launches,
     meta,
 )
+from inkling_engine.kernels.attention_decode.several_triton import attend_several
+from inkling_engine.kernels.attention_decode.several_triton import compile_cases as several_cases
 from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
@@ -296,8 +298,13 @@ def attention_decode(
     lengths: Tensor,
     layer: int,
     window: int,
+    most: int,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
+    if most > 1:
+        return attend_several(
+            q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window, most
+        )
     (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
     (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
     group, wide = heads // kv_heads, q.dtype == torch.float32
@@ -350,5 +357,6 @@ def compile_cases() -> list[CompileCase]:
             meta(rows, dtype=i32),
             3,
             window,
+            1,
         )
-    return cases
+    return cases + several_cases()

@@ -26,20 +26,27 @@ BIG = Heads(heads=8, kv_heads=1, dim=128, extent=96, window=0)
 SMALL = Heads(heads=3, kv_heads=1, dim=20, extent=12, window=8, rel=4)
 
 
-def make_case(name: str, step: Step, shape: Heads, dtype: torch.dtype) -> Case:
-    """A call of attention; the pool holds NaN wherever no token may look."""
-    tokens = step.bucket_tokens
+def make_case(
+    name: str, step: Step, shape: Heads, dtype: torch.dtype, limit: int, first: int = 0
+) -> Case:
+    """A call of attention; the pool holds NaN wherever no token may look, as before position
+    `first`. `limit` is the op's last argument."""
+    tokens, pool = step.bucket_tokens, step.kv(2, shape.kv_heads, shape.dim, dtype)
+    for position in range(first):
+        pages = step.page_table[:, position // step.page_size].long()
+        pool[:, pages, :, :, position % step.page_size] = torch.nan
     arguments = (
         normal(tokens, shape.heads, shape.dim, dtype=dtype, scale=3),
         normal(tokens, shape.heads, shape.rel),
         normal(shape.rel, shape.extent, dtype=dtype, scale=0.5),
-        step.kv(2, shape.kv_heads, shape.dim, dtype),
+        pool,
         step.page_table,
         step.slots,
         step.starts,
         step.lengths,
         1,
         shape.window,
+        limit,
     )
     label = f"{name}-{shape.heads}x{shape.dim}-w{shape.window}-{str(dtype).removeprefix('torch.')}"
     return Case(label, arguments, tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype])
@@ -54,9 +61,16 @@ _STEPS = (
     ("pages", Step((Row(1, 6, 11), Row(2, 61, 5)), 20, page_size=4, table_width=7), SMALL),
     ("inert", Step((INERT, INERT), bucket_tokens=4), FULL),
 )
+_DRAFTS = (Row(1, 8, 17), Row(3, 300, 9), INERT, Row(2, 70, 3), Row(4, 130, 1), Row(5, 9, 1))
 
 
 def cases() -> list[Case]:
-    """Full and window layers past extent and window, rings of pages, small pages, big heads."""
-    dtypes = (torch.float32, torch.bfloat16)
-    return [make_case(*step, dtype) for step in _STEPS for dtype in dtypes]
+    """Full and window layers past extent and window, rings of pages, small pages, big heads, keys
+    that begin later."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        found += [make_case(*step, dtype, limit=0) for step in _STEPS]
+        for shape in (FULL, LOCAL):
+            step = Step(_DRAFTS, bucket_tokens=34)
+            found.append(make_case("first", step, shape, dtype, limit=8, first=8))
+    return found

@@ -34,16 +34,19 @@ class Buffer {
 };
 
 struct Shape {
-  int64_t heads, kv_heads, group, dim, padded_dim, rel, extent, bank_width, window, page_size, table_width;
+  int64_t heads, kv_heads, group, dim, padded_dim, rel, extent, bank_width, window, first_key, page_size, table_width;
 
-  Shape(const Tensor& q, const Tensor& rel_proj, const Tensor& kv_pool, const Tensor& page_table, int64_t window)
+  Shape(const Tensor& q, const Tensor& rel_proj, const Tensor& kv_pool, const Tensor& page_table, int64_t window,
+        int64_t first_key)
       : heads(q.size(1)), kv_heads(kv_pool.size(3)), group(heads / kv_heads), dim(q.size(2)),
         padded_dim(round_up(dim, CHUNK)), rel(rel_proj.size(0)), extent(rel_proj.size(1)),
-        bank_width(extent + 2 * BLOCK), window(window), page_size(kv_pool.size(4)),
-        table_width(page_table.size(1)) {}
+        bank_width(extent + 2 * BLOCK), window(window), first_key(first_key),
+        page_size(kv_pool.size(4)), table_width(page_table.size(1)) {}
 
   // First position that a query at `position` sees.
-  int64_t first(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
+  int64_t first(int64_t position) const {
+    return window ? std::max(position - window + 1, first_key) : first_key;
+  }
 };
 
 // The running softmax of one query: everything is relative to `maximum`.
@@ -276,8 +279,8 @@ class Layer {
 
 inline Tensor attention_extend(const Tensor& q, const Tensor& r, const Tensor& rel_proj, const Tensor& kv_pool,
                                const Tensor& page_table, const Tensor& slots, const Tensor& starts,
-                               const Tensor& lengths, int64_t layer, int64_t window) {
-  attention::Shape shape(q, rel_proj, kv_pool, page_table, window);
+                               const Tensor& lengths, int64_t layer, int64_t window, int64_t first) {
+  attention::Shape shape(q, rel_proj, kv_pool, page_table, window, first);
   int64_t tokens = q.size(0), width = shape.heads * shape.dim;
   Tensor output = make(q.scalar_type(), {tokens, width});
   const int32_t *bounds = data<int32_t>(starts), *held = data<int32_t>(lengths), *lines = data<int32_t>(slots);

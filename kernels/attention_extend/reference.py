@@ -15,6 +15,7 @@ def attention_extend(
     lengths: Tensor,
     layer: int,
     window: int,
+    first: int,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
     output = torch.zeros_like(q)
@@ -22,8 +23,8 @@ def attention_extend(
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         for token in range(bounds[row], bounds[row + 1]):
             position = length + token - bounds[row]
-            first = max(0, position - window + 1) if window else 0
-            seen = torch.arange(first, position + 1)
+            low = max(first, position - window + 1) if window else first
+            seen = torch.arange(low, position + 1)
             keys, values = _gather(kv_pool[layer], page_table[slot], seen)
             output[token] = _attend(q[token], r[token], rel_proj, keys, values, position - seen)
     return output.flatten(1)

@@ -130,7 +130,7 @@ def extend_kernel(
     DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     follow()
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -160,7 +160,7 @@ def extend_kernel(
     start = clamp(tl.load(lengths + row) + place * TOKENS, 0, MOST - 1)
     last = tl.minimum(start + tl.minimum(count, TOKENS), MOST) - 1
     position = (start + i)[:, None]
-    low = tl.maximum(start - WINDOW + 1, 0) if WINDOW > 0 else 0
+    low = tl.maximum(start - WINDOW + 1, FIRST) if WINDOW > 0 else FIRST
     begin, end = low // BLOCK, last // BLOCK + 1
     edge = end * BLOCK - 1  # the key of the strip's column 0
     near = tl.maximum(end - ((edge - start + EXTENT - 1) // BLOCK + 1), begin)
@@ -211,6 +211,10 @@ def extend_kernel(
                 seen = position - block * BLOCK - n[None, :] < WINDOW
                 scores = tl.where(seen, scores, float("-inf"))
                 real &= (block * BLOCK + n >= low)[:, None]
+            elif FIRST > 0:
+                real &= (block * BLOCK + n >= FIRST)[:, None]
+            if FIRST > 0:
+                scores = tl.where((block * BLOCK + n >= FIRST)[None, :], scores, float("-inf"))
             v = tl.load(where + KV_HEADS * PAGE * DIM, real, other=0.0)
             maximum, total, output = softmax_step(scores, SCALE, maximum, total, output, v)
     for block in range(near, end):
@@ -224,8 +228,10 @@ def extend_kernel(
         scores = scores * SCALE + bias.to(tl.float32)
         distance = position - block * BLOCK - n[None, :]
         seen = distance.to(tl.uint32) < WINDOW if WINDOW > 0 else distance >= 0
-        scores = tl.where(seen, scores, float("-inf"))
         keys = block * BLOCK + n
+        if FIRST > 0:
+            seen &= (keys >= FIRST)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
         real = ((keys >= low) & (keys <= last))[:, None]
         v = tl.load(where + KV_HEADS * PAGE * DIM, real & inside, other=0.0)
         maximum, total, output = softmax_step(scores, 1.0, maximum, total, output, v)
@@ -313,6 +319,7 @@ def attention_extend(
     lengths: Tensor,
     layer: int,
     window: int,
+    first: int,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
     (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
@@ -336,7 +343,7 @@ def attention_extend(
         REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
         SPLITS=config.splits, LEAST=config.least, ROWS=triton.next_power_of_2(rows),
-        TOKENS=tile, STRIP=width, BLOCK=config.block,
+        TOKENS=tile, STRIP=width, BLOCK=config.block, FIRST=first,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if config.splits > 1:
@@ -348,15 +355,17 @@ def compile_cases() -> list[CompileCase]:
     """Full and window layers of one rank of eight of inkling-small."""
     heads, kv_heads, dim, rel, page, rows, i32 = 4, 1, 128, 16, 64, 8, torch.int32
     cases = []
-    for tokens, window, table in (
-        (512, 0, 1024),
-        (512, 512, 42),
-        (2048, 0, 1024),
-        (4096, 0, 1024),
-        (4096, 512, 73),
+    for tokens, window, table, first in (
+        (512, 0, 1024, 0),
+        (512, 512, 42, 0),
+        (2048, 0, 1024, 0),
+        (4096, 0, 1024, 0),
+        (4096, 512, 73, 0),
+        (136, 0, 1024, 8),
+        (136, 512, 42, 8),
     ):
         cases += launches(
-            f"extend-t{tokens}-w{window}",
+            f"extend-t{tokens}-w{window}" + (f"-first{first}" if first else ""),
             attention_extend,
             meta(tokens, heads, dim),
             meta(tokens, heads, rel, dtype=torch.float32),
@@ -368,5 +377,6 @@ def compile_cases() -> list[CompileCase]:
             meta(rows, dtype=i32),
             3,
             window,
+            first,
         )
     return cases

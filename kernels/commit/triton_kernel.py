@@ -220,7 +220,7 @@ def compile_cases() -> list[CompileCase]:
             name, commit, meta(129, 8, **i32), meta(129, 200058, **i32),
             meta(16, 128, 5 + 21 * most, **i32), meta(16, 128, 21 * most, **f32),
             meta(4, dtype=torch.int64), meta(129, 16, **i32), meta(257, **i32),
-            meta(129, 50, **i32), meta(samples, **i32), meta(samples, **f32),
+            meta(129, 52, **i32), meta(samples, **i32), meta(samples, **f32),
             meta(samples, 20, **i32), meta(samples, 20, **f32), meta(samples, **i32),
             meta(rows, **i32), meta(rows + 1, **i32), meta(rows, **i32), meta(samples, **i32),
             meta(rows, 1, **i32), meta(rows, 1, **i32), 8, drafts,

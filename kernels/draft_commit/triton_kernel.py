@@ -82,7 +82,7 @@ def compile_cases() -> list[CompileCase]:
     for packed, destinations in ((136, 1), (2112, 8)):
         cases += launches(
             f"draft_commit-{packed}", draft_commit, meta(129, 8, **i32), meta(257, 8, 4096),
-            meta(257, 8, **i32), meta(129, 50, **i32), meta(packed, 4096),
+            meta(257, 8, **i32), meta(129, 52, **i32), meta(packed, 4096),
             meta(packed + 64, **i32), meta(8, **i32), meta(9, **i32), meta(8, **i32),
             meta(8, destinations, **i32), meta(8, destinations, **i32), meta(8, **i32), 8,
         )  # fmt: skip

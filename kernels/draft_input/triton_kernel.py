@@ -19,15 +19,14 @@ def draft_input_kernel(
 ):  # fmt: skip
     column, i = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
     mask = column < WIDTH
-    hidden_gain = tl.load(hidden_norm + column, mask=mask, other=0.0).to(tl.float32)
-    token_gain = tl.load(token_norm + column, mask=mask, other=0.0).to(tl.float32)
+    gain = tl.load(hidden_norm + column, mask=mask, other=0.0).to(tl.float32)
     follow()
     held = i < tl.load(starts + ROWS)
     row = tl.minimum(tl.maximum(tl.load(token_rows + i), 0), ROWS - 1)
     token = tl.load(ids + tl.minimum(i + row * DRAFTS + DEPTH, IDS - 1))
     values = tl.load(hidden + i * WIDTH + column, mask=mask & held, other=0.0).to(tl.float32)
     out = z + i * (2 * WIDTH) + column
-    tl.store(out, normalised(values, hidden_gain, EPS, WIDTH), mask=mask)
+    tl.store(out, normalised(values, gain, EPS, WIDTH), mask=mask)
     if WORLD > 1:
         token -= tl.load(rank) * VOCAB
         held = held & (token >= 0) & (token < VOCAB)
@@ -37,7 +36,8 @@ def draft_input_kernel(
         gain = tl.load(embed_norm + column, mask=mask, other=0.0).to(tl.float32)
         normed = normalised(known, gain, EPS, WIDTH)
         known = normed.to(table.dtype.element_ty).to(tl.float32)
-    tl.store(out + WIDTH, normalised(known, token_gain, EPS, WIDTH), mask=mask)
+    gain = tl.load(token_norm + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + WIDTH, normalised(known, gain, EPS, WIDTH), mask=mask)
 
 
 def draft_input(

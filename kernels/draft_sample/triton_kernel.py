@@ -110,7 +110,7 @@ def compile_cases() -> list[CompileCase]:
     for vocab in (32768, 200058):
         cases += launches(
             f"draft_sample-{vocab}", draft_sample, meta(8, vocab, **f32),
-            meta(129, 200058, **i32), meta(129, 8, **i32), meta(129, 50, **i32),
+            meta(129, 200058, **i32), meta(129, 8, **i32), meta(129, 52, **i32),
             meta(129, 40, **f32), meta(129, 8, **i32), meta(200, **i32), meta(8, **i32),
             meta(9, **i32), meta(8, **i32), meta(8, **i32), 7, 8, 8, 32,
         )  # fmt: skip

@@ -47,15 +47,21 @@ def is_filtered(ints, floats):
 
 
 @triton.jit
-def place_of(
+def row_of(
     s, sample_rows, token_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr
 ):
-    """Row and packed token of sample `s`; without drafts it is row `s`, which needs no look."""
-    at = tl.minimum(tl.maximum(tl.load(sample_rows + s), 0), TOKENS - 1)
+    """The row of sample `s`; without drafts it is row `s`, which needs no look."""
     row = s
     if DRAFTS > 0:
+        at = tl.minimum(tl.maximum(tl.load(sample_rows + s), 0), TOKENS - 1)
         row = tl.minimum(tl.maximum(tl.load(token_rows + at), 0), ROWS - 1)
-    return row, at
+    return row
+
+
+@triton.jit
+def offset_of(s, row, sample_rows, starts):
+    """How many tokens of its row stand before the one that sample `s` is behind."""
+    return tl.load(sample_rows + s) - tl.load(starts + row)
 
 
 @triton.jit
@@ -75,9 +81,8 @@ def scan_kernel(
     chunk, s = tl.program_id(0), tl.program_id(1)
     if tl.load(emits + s) == 0:
         return
-    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
+    row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
-    begin = tl.load(starts + row)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = index < VOCAB
@@ -95,12 +100,13 @@ def scan_kernel(
         tl.store(top_keys + cell * TOP + place, highest)
         key = tl.where(key == highest, NOTHING, key)
     generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
-    counts, drafts = token_counts + slot * VOCAB, 0
+    counts, ahead, drafts = token_counts + slot * VOCAB, tokens, 0
     if DRAFTS > 0:
-        drafts = tl.minimum(tl.maximum(at - begin, 0), DRAFTS)
+        ahead = tokens + tl.load(starts + row) + 1
+        drafts = tl.minimum(tl.maximum(offset_of(s, row, sample_rows, starts), 0), DRAFTS)
     value = processed(
-        raw, index, mask, counts, ints, floats, generated, tokens + begin + 1, drafts, STOP_IDS,
-        BIAS_IDS, BIAS_LANES,
+        raw, index, mask, counts, ints, floats, generated, ahead, drafts, STOP_IDS, BIAS_IDS,
+        BIAS_LANES,
     )  # fmt: skip
     temperature = tl.load(floats + TEMPERATURE)
     if temperature != 0.0:
@@ -108,7 +114,8 @@ def scan_kernel(
         if is_filtered(ints, floats):
             tl.store(scaled + line, value, mask=mask)
         else:
-            value += gumbel(index, tl.load(lengths + row) + at - begin + 1, ints)
+            offset = offset_of(s, row, sample_rows, starts)
+            value += gumbel(index, tl.load(lengths + row) + offset + 1, ints)
     tl.store(best + cell, tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0))
 
 
@@ -242,12 +249,12 @@ def pick_kernel(
 
     best_key = tl.max(keys, axis=0)
     token = index_of(best_key)
-    row, at = place_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
+    row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     line = s.to(tl.int64) * VOCAB
     if good & is_filtered(ints, floats):
-        position = tl.load(lengths + row) + at - tl.load(starts + row) + 1
+        position = tl.load(lengths + row) + offset_of(s, row, sample_rows, starts) + 1
         token = draw(
             scaled + line, best + s * CHUNKS, position, ints, floats, value_of(best_key), VOCAB,
             CHUNKS, CHUNK, BLOCK, UNROLL,
@@ -330,7 +337,7 @@ def compile_cases() -> list[CompileCase]:
         name = f"sample-{vocab}" + (f"-verify{drafts}" if drafts else "")
         cases += launches(
             name, sample, meta(tokens, vocab, **f32), meta(lines, vocab, **i32),
-            meta(lines, 8, **i32), meta(lines, 50, **i32), meta(lines, 40, **f32),
+            meta(lines, 8, **i32), meta(lines, 52, **i32), meta(lines, 40, **f32),
             meta(tokens, **i32), meta(tokens, **i32), meta(rows, **i32), meta(rows + 1, **i32),
             meta(rows, **i32), meta(tokens, **i32), meta(tokens, **i32), 8, 32, 20, drafts,
         )  # fmt: skip

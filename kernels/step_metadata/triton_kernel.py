@@ -342,9 +342,9 @@ def compile_cases() -> list[CompileCase]:
         (8, 72, 1, 8),
     ):
         lines, updates = 129, 2 * (tokens // 64 + 2 * rows)
-        tables = [(lines, width) for width in (8, 50, 40, 200058, 2048, 17, 16)]
+        tables = [(lines, width) for width in (8, 52, 40, 200058, 2048, 17, 16)]
         row_inputs = [(rows,)] * 4 + [(tokens,)]
-        one_shot = [(rows, 54), (rows, 40), (updates, 4), (rows, 17)]
+        one_shot = [(rows, 56), (rows, 40), (updates, 4), (rows, 17)]
         shapes = [*tables, (lines + 128,), (lines, max(1, drafts)), *row_inputs, *one_shot]
         arguments = [
             meta(*shape, dtype=torch.float32 if i in (2, 15) else torch.int32)

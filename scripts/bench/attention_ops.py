@@ -52,9 +52,9 @@ def kind_named(shape: ModelShape, layer: str) -> LayerKind:
 
 
 def call_arguments(
-    target: Target, setting: Setting, layer: str, kind: LayerKind
+    target: Target, setting: Setting, layer: str, kind: LayerKind, limit: int
 ) -> list[tuple[Any, ...]]:
-    """Arguments of attention for each layer of the pool."""
+    """Arguments of attention for each layer of the pool; `limit` is the op's last one."""
     meta, rel = setting.meta, setting.shape.rel_dim
     return [
         (
@@ -63,7 +63,7 @@ def call_arguments(
             target.normal(rel, kind.extent, scale=0.5),
             setting.pools[f"kv_{layer}"],
             setting.pools[f"{layer}_table"],
-            *(meta.slots, meta.starts, meta.lengths, number, kind.window),
+            *(meta.slots, meta.starts, meta.lengths, number, kind.window, limit),
         )
         for number in range(setting.layers)
     ]
@@ -76,7 +76,7 @@ def decode_work(target: Target, shape: ModelShape, rows: int, layer: str, contex
     moved = rows * (4.0 * seen * kind.kv_heads + 4 * kind.heads) * kind.head_dim
     layers = copies_for(moved)
     setting = Setting(shape, "decode", rows, rows, context - 1, layers, target.device)
-    calls = call_arguments(target, setting, layer, kind)
+    calls = call_arguments(target, setting, layer, kind, 1)
     sides: dict[str, list[Call]] = {"ours": [partial(attention_decode, *call) for call in calls]}
     if target.peer is not None:
         sides["peer"] = list(peer_calls(target.peer, calls))
@@ -94,19 +94,19 @@ def reference(call: tuple[Any, ...], device: str) -> tuple[Tensor, Tensor]:
 
     A token is a row of its own here: its keys are in the pool already.
     """
-    q, r, rel_proj, pool, table, slots, starts, lengths, layer, window = call
+    q, r, rel_proj, pool, table, slots, starts, lengths, layer, window, _ = call
     tokens = torch.linspace(0, len(q) - 1, min(SAMPLED, len(q)), device=device).long()
     rows = torch.searchsorted(starts, tokens.int(), right=True) - 1
     positions = lengths[rows] + (tokens - starts[rows]).int()
     ones = torch.arange(len(tokens) + 1, dtype=torch.int32, device=device)
     arguments = (q[tokens], r[tokens], rel_proj, pool, table, slots[rows], ones, positions)
     with torch.device(device):
-        return tokens, attention_extend.reference(*arguments, layer, window)
+        return tokens, attention_extend.reference(*arguments, layer, window, 0)
 
 
 def peer_calls(peer: Peer, calls: list[tuple[Any, ...]]) -> Iterator[Call]:
     """The peer on the same keys, token by token; what it prepares once a step is prepared here."""
-    for q, r, rel_proj, pool, table, slots, _, lengths, layer, window in calls:
+    for q, r, rel_proj, pool, table, slots, _, lengths, layer, window, _ in calls:
         keys, values = (pool[layer][:, i].transpose(1, 2).flatten(0, 1) for i in (0, 1))
         page = pool.shape[4]
         lines = []
@@ -130,7 +130,7 @@ def extend_work(target: Target, tokens: int, layer: str) -> Work:
     span = min(end, tokens + kind.window) if kind.window else end
     moved = 4.0 * kind.head_dim * (tokens * kind.heads + span * kind.kv_heads)
     setting = Setting(target.shape, "extend", 1, tokens, end - tokens, 2, target.device)
-    calls = call_arguments(target, setting, layer, kind)
+    calls = call_arguments(target, setting, layer, kind, 0)
     sides: dict[str, list[Call]] = {"ours": [partial(attention_extend, *call) for call in calls]}
     if not target.own_only:
         sides |= flex_sides(calls, end)
@@ -147,7 +147,7 @@ def flex_sides(calls: list[tuple[Any, ...]], end: int) -> dict[str, list[Call]]:
     """FlexAttention over the same keys, with the bias table given and with its product."""
     given: list[Call] = []
     whole: list[Call] = []
-    for q, r, rel_proj, pool, table, slots, _, _, layer, window in calls:
+    for q, r, rel_proj, pool, table, slots, _, _, layer, window, _ in calls:
         page = pool.shape[4]
         seen = torch.arange(end, device=q.device)
         pages = table[int(slots[0])][seen // page % table.shape[1]].long()

@@ -141,7 +141,7 @@ def test_an_unknown_configuration_key(run: Run, checkpoint: Path) -> None:
         (("--dtype", "int4"), "--dtype"),
         (("--tp", "9"), "--tp"),
         (("--tp", "2"), "--tp"),
-        (("--spec-depth", "1"), "--spec-depth"),
+        (("--spec-depth", "5"), "--spec-depth"),
         (("--rank-weights", "1"), "--rank-weights"),
         (("--jobs", "-1"), "--jobs"),
         (("--device", "tpu"), "command line"),

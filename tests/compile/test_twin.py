@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from inkling_engine.compile.models.inkling import block
 from inkling_engine.compile.models.inkling.shape import from_config, preset
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.compile.pools import destinations
-from inkling_engine.compile.twin import STEPS, is_small, prove, reduced, script
+from inkling_engine.compile.script import STEPS, script
+from inkling_engine.compile.twin import is_small, prove, reduced
 from inkling_engine.compile.weights import step_weights, weight_entries
 from inkling_engine.kernels import table
 from inkling_engine.kernels.boundary import boundary
@@ -37,6 +39,8 @@ def spec_of(shape: ModelShape = SHAPE, device: str = "cpu", **given: Any) -> Eng
 
 SPEC = spec_of()
 DECODE, EXTEND = SPEC.buckets[1:]
+DRAFTING = spec_of(spec_depth=2)
+VERIFY, DRAFTING_EXTEND = DRAFTING.buckets[1:]
 
 
 class Uncompiled:
@@ -71,6 +75,14 @@ def check(bucket: Bucket = EXTEND, after: After | None = None, spec: EngineSpec 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_native_ops_pass(dtype: str) -> None:
     spec = spec_of(dtype=dtype, extend_buckets="16x1,40x4")
+    for bucket in spec.buckets:
+        check(bucket, spec=spec)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_native_ops_pass_with_drafting(drafts: int, dtype: str) -> None:
+    spec = spec_of(dtype=dtype, spec_depth=drafts)
     for bucket in spec.buckets:
         check(bucket, spec=spec)
 
@@ -216,6 +228,78 @@ def test_bfloat16_programs_must_be_equal_to_the_bit() -> None:
         check(EXTEND, one_ulp, spec)
 
 
+def _lost_draft_kv(state: Named, logits: Tensor) -> None:
+    page = int(state["window_table"][1, 0])
+    state["kv_draft_window"][0, page, 1, :, DRAFTING.spec_depth] += 1
+
+
+def _late_draft_window(state: Named, logits: Tensor) -> None:
+    window = state["conv_draft_mlp"][1, 1]
+    window.copy_(window.roll(1, 0))
+
+
+def _other_draft(state: Named, logits: Tensor) -> None:
+    state["draft_tokens"][2, -1] += 1
+
+
+def _lost_hidden(state: Named, logits: Tensor) -> None:
+    state["draft_hidden"][1] = 0
+
+
+def _lost_tokens(state: Named, logits: Tensor) -> None:
+    state["recent_tokens"][2] += 1
+
+
+def _no_drafts(state: Named, logits: Tensor) -> None:
+    state["request_state"][1, table.DRAFTS] = 0
+
+
+def _one_more_accepted(state: Named, logits: Tensor) -> None:
+    state["request_state"][2, table.LENGTH] += 1
+
+
+def _other_accepted(state: Named, logits: Tensor) -> None:
+    line = int(state["step_counter"][0] - 1) % DRAFTING.pools.results
+    state["results_int"][line, 2, table.RESULT_HEADER] += 1
+
+
+DRAFT_FAULTS: dict[str, tuple[After, str]] = {
+    "keys and values of a depth": (_lost_draft_kv, "pool kv_draft_window"),
+    "a depth's window": (_late_draft_window, "pool conv_draft_mlp"),
+    "another draft": (_other_draft, "pool draft_tokens"),
+    "the target's last rows": (_lost_hidden, "pool draft_hidden"),
+    "the last tokens": (_lost_tokens, "pool recent_tokens"),
+    "drafts that do not count": (_no_drafts, "pool request_state"),
+    "a token too many": (_one_more_accepted, "pool request_state"),
+    "another token": (_other_accepted, "row 2"),
+}
+
+
+@pytest.mark.parametrize("bucket", [VERIFY, DRAFTING_EXTEND], ids=lambda bucket: bucket.kind)
+@pytest.mark.parametrize("fault", DRAFT_FAULTS)
+def test_a_fault_of_drafting_is_found_and_named(fault: str, bucket: Bucket) -> None:
+    after, where = DRAFT_FAULTS[fault]
+    with pytest.raises(FailedError, match=f"gate twin: found step . {where}"):
+        check(bucket, after, DRAFTING)
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_a_script_of_rounds_has_every_number_of_right_guesses(drafts: int) -> None:
+    """As planted, it comes out; rounds begin before the grid too and cross it."""
+    spec = spec_of(spec_depth=drafts, max_running=8, decode_buckets="9")
+    bucket, crossed = spec.buckets[0], 0
+    first, *rounds = script(spec, bucket)
+    assert [chunk.guesses for chunk in first] == [None] * 8
+    for chunks in rounds:
+        assert {chunk.guesses.right for chunk in chunks if chunk.guesses} == set(range(drafts + 1))
+        assert all(len(c.guesses.tokens) == drafts for c in chunks[1:] if c.guesses)
+    for before, after in pairwise(rounds):
+        for chunk, following in zip(before, after, strict=True):
+            assert chunk.guesses and following.start == chunk.start + 1 + chunk.guesses.right
+            crossed += chunk.start // spec.snapshot_grid < following.start // spec.snapshot_grid
+    assert crossed > 0
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("tokens", [16, 100])
 def test_a_script_fills_a_bucket_within_every_limit(rows: int, tokens: int) -> None:
@@ -244,10 +328,13 @@ def test_a_script_fills_a_bucket_within_every_limit(rows: int, tokens: int) -> N
 
 @pytest.mark.parametrize("name", ["inkling-small", "inkling"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_reduced_model_is_small_and_the_same_in_all_but_widths(name: str, device: str) -> None:
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_a_reduced_model_is_small_and_the_same_in_all_but_widths(
+    name: str, device: str, drafts: int
+) -> None:
     shape = preset(name)
     assert shape is not None
-    spec = make_spec(BuildOptions(model=name), name, shape, device)
+    spec = make_spec(BuildOptions(model=name, spec_depth=drafts), name, shape, device)
     assert not is_small(spec, step_weights(spec))
     small = reduced(spec)
     assert is_small(small, step_weights(small))
@@ -260,12 +347,16 @@ def test_a_reduced_model_is_small_and_the_same_in_all_but_widths(name: str, devi
     for field in ("layers", "local_layers", "dense_layers", "experts_per_token", "shared_experts"):
         assert getattr(small.shape, field) == getattr(spec.shape, field)
     assert [e.name for e in weight_entries(small)] == [e.name for e in weight_entries(spec)]
+    assert small.spec_depth == drafts and small.draft_vocab <= small.shape.real_vocab
 
 
-def test_the_reduced_step_of_a_published_model_passes() -> None:
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_the_reduced_step_of_a_published_model_passes(drafts: int) -> None:
     shape = preset("inkling-small")
     assert shape is not None
-    options = BuildOptions(model="s", decode_buckets="4", extend_buckets="16x4", max_running=4)
-    small = reduced(make_spec(options, "s", shape, "cpu"))
+    sizes: dict[str, Any] = {"decode_buckets": "4", "extend_buckets": "16x4", "max_running": 4}
+    small = reduced(
+        make_spec(BuildOptions(model="s", spec_depth=drafts, **sizes), "s", shape, "cpu")
+    )
     for bucket in small.buckets:
         check(bucket, spec=small)

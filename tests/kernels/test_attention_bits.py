@@ -57,16 +57,21 @@ def make_request(shape: Heads, dtype: torch.dtype = torch.float32, page_size: in
     )
 
 
-def attend(request: Request, rows: list[Row], *, decode: bool = False, padding: int = 0) -> Tensor:
-    """One call with `rows`, each a chunk of the request's positions (inert ones left out)."""
+def attend(
+    request: Request, rows: list[Row], *, most: int = 0, first: int = 0, padding: int = 0
+) -> Tensor:
+    """One call with `rows`, each a chunk of the request's positions (inert ones left out); a decode
+    step if `most` is given."""
     chunks = [torch.arange(row.length, row.length + row.count) for row in rows]
     chosen = torch.cat([*chunks, torch.full((padding,), TOTAL - 1)])
     step = sized(tuple(rows), len(chosen), request.pool.shape[4])
     table = sized((Row(2, 0, TOTAL),), TOTAL, request.pool.shape[4]).page_table
-    op = attention_decode if decode else attention_extend
+    op = attention_decode if most else attention_extend
     q, r = request.q[chosen], request.r[chosen]
     metadata = table, step.slots, step.starts, step.lengths
-    output = op(q, r, request.rel_proj, request.pool, *metadata, 0, request.shape.window)
+    output = op(
+        q, r, request.rel_proj, request.pool, *metadata, 0, request.shape.window, most or first
+    )
     assert isinstance(output, Tensor) and not output[len(chosen) - padding :].any()
     return output[: len(chosen) - padding]
 
@@ -101,10 +106,13 @@ def test_decode_extend_and_batches_of_them_give_equal_bits(name: str, dtype: tor
     request = make_request(SHAPES[name], dtype)
     whole = attend(request, [Row(2, 0, TOTAL)], padding=3)
     singles = [Row(2, position) for position in range(TOTAL)]
-    assert torch.equal(attend(request, singles, decode=True), whole)
+    assert torch.equal(attend(request, singles, most=1), whole)
     assert torch.equal(attend(request, singles), whole)
+    ragged = [Row(2, at, min(1 + at % 9, TOTAL - at)) for at in range(0, TOTAL, 9)]
+    verified = torch.cat([torch.arange(row.length, row.length + row.count) for row in ragged])
+    assert torch.equal(attend(request, ragged, most=9, padding=2), whole[verified])
     for position in (0, 63, 64, 127, 128, 255, 256, TOTAL - 1):
-        alone = attend(request, [singles[position]], decode=True)
+        alone = attend(request, [singles[position]], most=1)
         assert torch.equal(alone[0], whole[position])
 
 
@@ -160,7 +168,7 @@ def test_what_is_not_the_requests_own_past_changes_nothing(name: str, garbage: f
         first = max(0, position + 1 - request.shape.window) if request.shape.window else 0
         for unseen in [*range(first), *range(position + 1, TOTAL)]:
             pool[0, pages[unseen // 64], :, :, unseen % 64] = garbage
-        alone = attend(request._replace(pool=pool), [Row(2, position)], decode=True)
+        alone = attend(request._replace(pool=pool), [Row(2, position)], most=1)
         assert torch.equal(alone[0], whole[position])
 
 
@@ -170,7 +178,7 @@ def test_edges_of_window_and_extent_agree_with_a_dense_softmax(name: str) -> Non
     edges = {1, request.shape.window, request.shape.extent, 64, TOTAL}
     near = {edge + step for edge in edges for step in (-2, -1, 0, 1)}
     positions = sorted(position for position in near if 0 <= position < TOTAL)
-    found = attend(request, [Row(2, position) for position in positions], decode=True)
+    found = attend(request, [Row(2, position) for position in positions], most=1)
     for position, output in zip(positions, found, strict=True):
         torch.testing.assert_close(output.double(), dense(request, position), rtol=0, atol=1e-5)
 
@@ -187,7 +195,7 @@ def test_first_key_outside_window_or_extent(window: int, extent: int) -> None:
     request.rel_proj.fill_(0).select(1, extent - 1).fill_(100.0)
     request.r.fill_(1.0)
     rows = [Row(2, 70 + extent + distance, 1) for distance in (-1, 0)]
-    inside, outside = attend(request, rows, decode=True)[:, 0].tolist()
+    inside, outside = attend(request, rows, most=1)[:, 0].tolist()
     assert (inside, outside) == (1.0, 0.0)  # outside, the next key has the biased distance
 
 
@@ -200,17 +208,42 @@ def test_ring_of_pages_holds_a_window() -> None:
     for position in range(170, TOTAL):
         ring[2, position // 64 % width] = step.page_table[2, position // 64]
     rows = sized((Row(2, 297, 3),), 3)
-    tail = rows.slots, rows.starts, rows.lengths, 0, shape.window
+    tail = rows.slots, rows.starts, rows.lengths, 0, shape.window, 0
     q, r = plain.q[297:], plain.r[297:]
     found = attention_extend(q, r, plain.rel_proj, plain.pool, ring, *tail)
     wanted = attention_extend(q, r, plain.rel_proj, plain.pool, step.page_table, *tail)
     assert torch.equal(found, wanted)
 
 
-def test_decode_refuses_a_row_of_two_tokens() -> None:
+@pytest.mark.parametrize("most", [1, 5])
+def test_decode_refuses_a_longer_row(most: int) -> None:
     request = make_request(SMALL)
-    with pytest.raises(RuntimeError, match="at most one token"):
-        attend(request, [Row(2, 0, 2)], decode=True)
+    attend(request, [Row(2, 0, most)], most=most)
+    with pytest.raises(RuntimeError, match="more tokens than `most`"):
+        attend(request, [Row(2, 0, most + 1)], most=most)
+
+
+@pytest.mark.parametrize("name", ["full", "local", "small"])
+@pytest.mark.parametrize("first", [1, 8, 64, 100])
+def test_keys_before_the_first_are_not_there(name: str, first: int) -> None:
+    """The same as a request without them, whatever lies in their place."""
+    request = make_request(SHAPES[name], page_size=4)
+    whole = attend(request, [Row(2, first, 150)], first=first)
+    pages = sized((Row(2, 0, TOTAL),), TOTAL, 4).page_table[2].tolist()
+    spoilt, shifted = request.pool.clone(), request.pool.clone()
+    for position in range(TOTAL):
+        place = pages[position // 4], position % 4
+        if position < first:
+            spoilt[:, place[0], :, :, place[1]] = torch.nan
+        else:
+            moved = pages[(position - first) // 4], (position - first) % 4
+            shifted[:, moved[0], :, :, moved[1]] = request.pool[:, place[0], :, :, place[1]]
+    assert torch.equal(
+        attend(request._replace(pool=spoilt), [Row(2, first, 150)], first=first), whole
+    )
+    queries = {"q": request.q.roll(-first, 0), "r": request.r.roll(-first, 0)}
+    fresh = attend(request._replace(pool=shifted, **queries), [Row(2, 0, 150)])
+    torch.testing.assert_close(whole, fresh, rtol=0, atol=1e-5)
 
 
 def test_not_finite_queries_spoil_only_themselves() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,7 +45,7 @@ def native(request: pytest.FixtureRequest) -> bool:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """The trained model with all four depths, chunks up to 256."""
     scratch = tmp_path_factory.mktemp("tiny")
-    sizes = {"page_size": 64, "snapshot_grid": 128, "extend_buckets": "256x3"}
+    sizes: dict[str, Any] = {"page_size": 64, "snapshot_grid": 128, "extend_buckets": "256x3"}
     return convert(TINY, scratch, spec_depth=DEPTHS, **sizes)
 
 

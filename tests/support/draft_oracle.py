@@ -65,7 +65,7 @@ class DraftOracle:
         rounds: list[Drafted] = []
         genuine = MTPCandidateGenerator.get_candidates
 
-        def recording(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def recording(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             found = genuine(self, input_ids, *args, **kwargs)
             known = input_ids.shape[1]
             if found[0].shape[1] > known:

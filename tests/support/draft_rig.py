@@ -66,7 +66,7 @@ class DraftRig:
     run: StepCode = native_step
     pages: int = 0
     tolerance: float = 0.0
-    fresh: dict[tuple[int, ...], Tensors] = field(default_factory=dict)
+    fresh: dict[tuple[float, ...], Tensors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rig = Rig(self.model, self.run, pages=self.pages)

@@ -59,13 +59,13 @@ class Attention(NamedTuple):
 
 class Place(NamedTuple):
     """Where a block's tensors lie: weights below `scope`; in the pools named after `family` ("" or
-    "draft_") it is number `index`, among those of its attention kind number `index_in_kind`."""
+    "draft_") it is number `number`, among those of its attention kind `number_in_kind`."""
 
     scope: str
     kind: LayerKind
     family: str
-    index: int
-    index_in_kind: int
+    number: int
+    number_in_kind: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Blocks:
     def _attention(self, x_TH: Tensor, place: Place) -> Tensor:
         w, s, rows, scope = self.weights, self.shape, self.rows, place.scope
         name = "window" if place.kind.window else "full"
-        kv_pool, layer = self.pools[f"kv_{place.family}{name}"], place.index_in_kind
+        kv_pool, layer = self.pools[f"kv_{place.family}{name}"], place.number_in_kind
         q_TND, r_TNR = attention_prologue(
             linear(x_TH, w[f"{scope}qkvr"]),
             w[f"{scope}kv_conv"],
@@ -170,7 +170,7 @@ class Blocks:
             *self._windows(),
             self.pools["peers"],
             self.pools["rank"],
-            place.index,
+            place.number,
             self.shape.eps,
             self.world,
         )

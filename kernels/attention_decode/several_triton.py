@@ -1,0 +1,283 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+"""Decode attention for rows of several tokens, split over keys, in one launch.
+
+A program takes one row, one kv head and a run of key blocks; a line of its tile is a query head of
+one of the row's tokens. A block of keys meets each token at distances of its own, one further from
+token to token, so r times a slice of the bank that is as wide as all of them holds every line's
+bias, and line by line a gather shifts it over the keys. Splits meet as in `triton_kernel.py`; of the
+lines each of the last splits merges some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
+from inkling_engine.kernels._triton import (
+    INTERPRETED,
+    CompileCase,
+    follow,
+    launchable,
+    launches,
+    meta,
+)
+from inkling_engine.kernels.attention_extend.triton_kernel import (
+    PROCESSORS,
+    key_pointers,
+    page_of,
+    relative_scores,
+    softmax_step,
+    table_line,
+    two_parts,
+)
+
+MOST_SPLITS = 128
+MERGED = 8192  # values that a split merges at a time
+RAISED = tl.constexpr(0x6A09E667F3BCC909)  # a flag: the fraction of the square root of 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """Splits of a row's keys, blocks a split has at least, splits that merge, warps, stages."""
+
+    splits: int
+    least: int
+    mergers: int
+    warps: int
+    stages: int
+
+
+def configure(
+    rows: int, kv_heads: int, lines: int, capacity: int, window: int, most: int, wide: bool
+) -> Config:
+    """One full wave of programs, of two blocks or more; a block each in windows of few rows."""
+    programs, warps = rows * kv_heads, max(4, lines // 16)
+    if window:
+        blocks = triton.cdiv(window + most - 2, 64) + 1
+        splits = blocks if programs * blocks <= 2 * PROCESSORS else 1
+        return Config(splits, 1, min(8, splits), warps, stages=1 if wide or splits > 1 else 2)
+    splits = max(2 * PROCESSORS // programs, capacity // 16384)
+    splits = max(1, min(splits, triton.cdiv(capacity, 128), MOST_SPLITS))
+    return Config(splits, 2, min(16, splits), warps, stages=1 if wide else 2)
+
+
+@triton.jit
+def bias_of(r_high, r_low, rel_proj, base, shift, REL: tl.constexpr, EXTENT: tl.constexpr):
+    """Relative scores [LINES, BLOCK] at the distances base + shift + column, 0 outside the extent.
+
+    `shift` [LINES, 1] is a line's token in its row.
+    """
+    BLOCK: tl.constexpr = 64
+    c = tl.arange(0, r_high.shape[1])[:, None]
+    distance = base + tl.arange(0, 2 * BLOCK)[None, :]
+    inside = (c < REL) & (distance >= 0) & (distance < EXTENT)
+    slice = tl.load(rel_proj + c * EXTENT + distance, inside, other=0.0)
+    columns = tl.arange(0, BLOCK)[None, :] + shift
+    return tl.gather(relative_scores(r_high, r_low, slice), columns, 1)
+
+
+@triton.jit
+def merge_lines(
+    partial, stats, flag, out, active, first, mergers, count,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    DIMS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Wait for the flags of `active` splits and write each `mergers`-th slice of SLICE lines.
+
+    `partial` [LINES, SPLITS, DIM] and `stats` [LINES, SPLITS, 2] are of one row and kv head.
+    """
+    s = tl.arange(0, PADDED)
+    here = s < active
+    missing = tl.full((), 1, tl.int32)
+    while missing > 0:
+        found = tl.atomic_add(flag + s, 0, here, sem="acquire")
+        missing = tl.sum(((found != RAISED) & here).to(tl.int32))
+    d = tl.arange(0, DIMS)
+    for part in range(first, tl.cdiv(count * GROUPS, SLICE), mergers):
+        m = part * SLICE + tl.arange(0, SLICE)
+        live = (m < count * GROUPS) & (m % GROUPS < GROUP)
+        held = here[:, None] & live[None, :]
+        line = m[None, :] * SPLITS + s[:, None]
+        peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
+        weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
+        at = partial + (line[:, :, None] * DIM + d[None, None, :])
+        known = held[:, :, None] & (d < DIM)[None, None, :]
+        values = tl.load(at, known, other=0.0, cache_modifier=".cg")
+        merged = tl.sum(weight[:, :, None] * values, 0).to(out.dtype.element_ty)
+        to = out + ((m // GROUPS * HEADS + m % GROUPS)[:, None] * DIM + d[None, :])
+        tl.store(to, merged, live[:, None] & (d < DIM)[None, :])
+    tl.store(flag + s, 0, here)
+
+
+@triton.jit
+def several_kernel(
+    q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
+    tokens, rows, lines, pages, layer,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
+    DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
+    EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
+    MERGERS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    SCALE: tl.constexpr = 1.4426950408889634 / DIM
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = clamp(tl.load(starts + row), 0, tokens)
+    count = clamp(tl.load(starts + row + 1), token, tokens) - token
+    count = tl.minimum(count, LINES // GROUPS)
+    live = clamp(tl.load(starts + rows), 0, tokens)
+    start = clamp(tl.load(lengths + row), 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
+    last = start + tl.maximum(count, 1) - 1
+    table = table_line(page_table, tl.load(slots + row), lines, TABLE)
+    low = tl.maximum(start - WINDOW + 1, 0) if WINDOW > 0 else 0
+    first = low // BLOCK
+    end = last // BLOCK + 1
+    share = tl.maximum(tl.cdiv(end - first, SPLITS), LEAST)
+    active = tl.cdiv(end - first, share)
+    first += split * share
+    end = tl.minimum(first + share, end)
+    n = BLOCK - 1 - tl.arange(0, BLOCK)  # keys descend, so that their distances ascend
+    page = page_of(table, first, n, PAGE, TABLE, BLOCK)
+    follow()  # only queries, r and the newest keys and values come from the launch before
+
+    m = tl.arange(0, LINES)
+    i, g = m // GROUPS, m % GROUPS
+    d = tl.arange(0, DIMS)
+    inside = (d < DIM)[None, :]
+    if split == 0:  # the program also clears its share of the padded tokens
+        spare = tl.arange(0, GROUPS)[:, None]
+        for padded in range(live + row, tokens, rows):
+            to = out + (tl.cast(padded, tl.int64) * HEADS + head * GROUP + spare) * DIM + d[None, :]
+            tl.store(to, tl.zeros((GROUPS, DIMS), out.dtype.element_ty), (spare < GROUP) & inside)
+    if (count == 0) | (split >= active):
+        return
+
+    exists = ((i < count) & (g < GROUP))[:, None]
+    line = tl.cast(token, tl.int64) * HEADS + head * GROUP
+    heads = (i * HEADS + g)[:, None]
+    query = tl.load(q + line * DIM + heads * DIM + d[None, :], exists & inside, other=0.0)
+    c = tl.arange(0, RELS)[None, :]
+    relative = tl.load(r + line * REL + heads * REL + c, exists & (c < REL), other=0.0)
+    r_high, r_low = two_parts(relative * DIM, rel_proj.dtype.element_ty)
+    maximum = tl.full((LINES,), -1e30, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    output = tl.zeros((LINES, DIMS), tl.float32)
+    for block in range(first, end):
+        where = key_pointers(
+            kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
+        )
+        page = page_of(table, block + 1, n, PAGE, TABLE, BLOCK)
+        keys = block * BLOCK + n
+        read = ((keys >= low) & (keys <= last))[:, None] & inside
+        k = tl.load(where, inside, other=0.0)
+        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
+        base = start - block * BLOCK - (BLOCK - 1)  # the least distance of the row's first token
+        scores = tl.zeros((LINES, BLOCK), tl.float32)
+        if base < EXTENT:
+            scores = bias_of(r_high, r_low, rel_proj, base, i[:, None], REL, EXTENT)
+        scores = tl.dot(query, tl.trans(k), scores, input_precision="ieee")
+        distance = (start + i)[:, None] - keys[None, :]
+        seen = distance.to(tl.uint32) < WINDOW if WINDOW > 0 else distance >= 0
+        scores = tl.where(seen, scores, float("-inf"))
+        maximum, total, output = softmax_step(scores, SCALE, maximum, total, output, v)
+    if (SPLITS == 1) | (active == 1):
+        whole = (output / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + line * DIM + heads * DIM + d[None, :], whole, exists & inside)
+    if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
+        if active > 1:
+            cell = (tl.cast(row, tl.int64) * KV_HEADS + head) * LINES
+            lane = ((cell + m) * SPLITS + split)[:, None]
+            tl.store(stats + lane * 2, maximum[:, None], exists)
+            tl.store(stats + lane * 2 + 1, total[:, None], exists)
+            tl.store(partial + lane * DIM + d[None, :], output, exists & inside)
+            tl.debug_barrier()
+            mergers = tl.minimum(active, MERGERS)
+            flag = flags + (tl.cast(row, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
+            j = tl.arange(0, MERGERS)
+            tl.atomic_xchg(flag + j * SPLITS + split, RAISED, j < mergers, sem="release")
+            place = active - 1 - split
+            if place < mergers:
+                merge_lines(
+                    partial + cell * (SPLITS * DIM), stats + cell * (SPLITS * 2),
+                    flag + place * SPLITS, out + line * DIM, active, place, mergers, count,
+                    GROUP, GROUPS, HEADS, DIM, DIMS, SPLITS, PADDED, SLICE,
+                )  # fmt: skip
+
+
+def attend_several(
+    q: Tensor,
+    r: Tensor,
+    rel_proj: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    layer: int,
+    window: int,
+    most: int,
+) -> Tensor:
+    """Attention output [T, Nq * D] of rows of at most `most` tokens (up to 64)."""
+    (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
+    (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
+    assert most <= 64, "a slice of the bank is two blocks wide"
+    group, wide = heads // kv_heads, q.dtype == torch.float32
+    groups, dims = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
+    height = max(16, triton.next_power_of_2(most) * groups)
+    config = configure(rows, kv_heads, height, table * page, window, most, wide)
+    mergers = 1 if INTERPRETED else 1 << (config.mergers.bit_length() - 1)
+    padded = triton.next_power_of_2(config.splits)
+    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    share = (rows, kv_heads, height, config.splits) if config.splits > 1 else (1, 1, 1, 1)
+    partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((*share, 2), dtype=torch.float32, device=q.device)
+    flags = torch.empty((*share[:2], mergers, share[3]), dtype=torch.int64, device=q.device)
+    launchable(several_kernel)[(config.splits, kv_heads, rows)](
+        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
+        tokens, rows, lines, pages, LAYER_UNIT.value * layer,
+        KV_HEADS=kv_heads, GROUP=group, GROUPS=groups, LINES=height,
+        DIM=dim, DIMS=dims, REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
+        EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
+        SPLITS=config.splits, LEAST=config.least, BLOCK=64, PADDED=padded,
+        MERGERS=mergers, SLICE=min(groups, max(1, MERGED // (padded * dims))),
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out
+
+
+def compile_cases() -> list[CompileCase]:
+    """Verification of eight and of three drafts on one rank of eight of inkling-small."""
+    heads, kv_heads, dim, rel, page, i32 = 4, 1, 128, 16, 64, torch.int32
+    cases = []
+    for rows, most, window, table in (
+        (1, 9, 0, 1024),
+        (8, 9, 0, 1024),
+        (64, 9, 0, 1024),
+        (1, 9, 512, 43),
+        (8, 9, 512, 43),
+        (64, 9, 512, 43),
+        (1, 4, 0, 1024),
+    ):
+        cases += launches(
+            f"decode-r{rows}-most{most}-w{window}",
+            attend_several,
+            meta(rows * most, heads, dim),
+            meta(rows * most, heads, rel, dtype=torch.float32),
+            meta(rel, window or 1024),
+            meta(7, 8192, 2, kv_heads, page, dim),
+            meta(129, table, dtype=i32),
+            meta(rows, dtype=i32),
+            meta(rows + 1, dtype=i32),
+            meta(rows, dtype=i32),
+            3,
+            window,
+            most,
+        )
+    return cases
