@@ -99,7 +99,7 @@ class BatchRunner:
 
     def _run(self, source: Path, output: Path, shard: Shard, watch: Watch | None) -> dict[str, Any]:
         require_absent(output)
-        engine_id = self.engine.manifest.engine_id
+        engine_id, before = self.engine.manifest.engine_id, self.engine.drafts.copy()
         with closing(Input(source, self._control.require_going)) as lines:
             identity = {
                 "format": FORMAT,
@@ -118,7 +118,10 @@ class BatchRunner:
                     job.abandon()
                     part.sync()
                 part.commit()
-        return {"engine_id": engine_id, "shard": str(shard), **job.meter.summary()}
+        report = {"engine_id": engine_id, "shard": str(shard), **job.meter.summary()}
+        if before.proposed:
+            report["drafts"] = self.engine.drafts.since(before).report()
+        return report
 
 
 def run_batch(

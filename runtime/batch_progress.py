@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
+from inkling_engine.runtime.drafts import render_drafts
+
 PERCENTILES: Final = (50, 90, 99, 100)
 _LINE_SECONDS, _BAR_SECONDS = 10.0, 0.25
 
@@ -144,7 +146,9 @@ def render(summary: Mapping[str, Any]) -> str:
         f"tokens: {tokens['prompt']} in, {tokens['completion']} out, {tokens['cached']} from the cache",
         f"rates: {speed} over {summary['seconds']:.1f} s",
     ]
-    return "\n".join([*lines, f"latency: {latency}"] if latency else lines)
+    lines += [f"latency: {latency}"] if latency else []
+    lines += [f"drafts: {render_drafts(summary['drafts'])}"] if "drafts" in summary else []
+    return "\n".join(lines)
 
 
 class _Every:

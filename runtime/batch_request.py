@@ -63,8 +63,9 @@ _IGNORED: Final = {  # they say who asks and how to bill it, nothing about the a
 }
 _SAMPLING: Final = {
     *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "logprobs"),
-    *("max_tokens", "min_p", "min_tokens", "n", "presence_penalty", "repetition_penalty", "seed"),
-    *("skip_special_tokens", "stop", "stop_token_ids", "temperature", "top_k", "top_p"),
+    *("max_drafts", "max_tokens", "min_p", "min_tokens", "n", "presence_penalty"),
+    *("repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids"),
+    *("temperature", "top_k", "top_p"),
 }
 _OWN: Final = {"model", "return_token_ids"}
 _FIELDS: Final = {

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.store import open_manifest
-from inkling_engine.runtime.drafts import replay_steps
+from inkling_engine.runtime.drafts import render_drafts, replay_steps
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.requests import Sequence as Row
@@ -47,8 +47,8 @@ class Work:
 
 @dataclass
 class Way:
-    """One way to decode, and what its runs took: seconds of each step, tokens a second of all rows;
-    seconds to each row's first token, and to all rows'."""
+    """One way to decode, and what its runs took: seconds of each step (with drafting: of each token of
+    the slowest row), tokens a second of all rows; seconds to each row's first token, and to all rows'."""
 
     name: str
     overlap: bool
@@ -75,6 +75,7 @@ def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) ->
         for way in ways:
             _run(engine, work, way)
         counted = [Way(way.name, way.overlap, way.steps) for way in ways]  # the first was to warm
+        before = engine.drafts.copy()
         for _ in range(work.repeat):
             for way in counted:
                 _run(engine, work, way)
@@ -85,6 +86,7 @@ def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) ->
             "load": {"process": started, **engine.timings},
             "prefill": _prefill(work, counted),
             "decode": [_decode(way, counted[0]) for way in counted],
+            "drafts": engine.drafts.since(before).report() if before.proposed else None,
         }
 
 
@@ -104,10 +106,13 @@ def render(report: dict[str, Any]) -> str:
         "prefill": f"{prefill['tokens_per_second']:,.0f} tokens/s; first token after "
         f"{first['mean']:.3f} ms (p50 {first['p50']:.3f}, p95 {first['p95']:.3f})",
     }
+    if report["drafts"]:
+        facts["drafts"] = render_drafts(report["drafts"])
     columns = ("mean", "stdev", "p50", "p95")
     lines = [f"{name:<9} {text}" for name, text in facts.items()]
     names = "".join(f"{name:>9}" for name in columns)
-    lines.append(f"{'decode, ms a step':28}{names}{'tokens/s':>12}{'ratio':>7}")
+    unit = "token" if report["drafts"] else "step"
+    lines.append(f"{f'decode, ms a {unit}':28}{names}{'tokens/s':>12}{'ratio':>7}")
     for way in report["decode"]:
         step = way["step_ms"]
         numbers = "".join(f"{step[name]:9.4f}" for name in columns)
@@ -145,7 +150,8 @@ def _run(engine: Engine, work: Work, way: Way) -> None:
     draw, spec = random.Random(0), engine.spec
     # Rows whose prompts come first decode while the others' come, and must not end before them.
     chunks = 2 * work.batch * work.context // max(bucket.tokens for bucket in spec.buckets)
-    most = min(work.tokens + chunks + work.batch + way.steps, spec.max_context - work.context)
+    ahead = (chunks + work.batch + way.steps) * (1 + spec.spec_depth)
+    most = min(work.tokens + ahead, spec.max_context - work.context)
     params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
     prompts = [
         draw.choices(range(spec.shape.real_vocab), k=work.context) for _ in range(work.batch)

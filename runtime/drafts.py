@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.kernels.table import SAMPLE
@@ -94,10 +94,28 @@ class DraftStats:
         """As it is now."""
         return DraftStats(self.rounds, self.tokens, [*self.proposed], [*self.accepted])
 
+    def report(self) -> dict[str, Any]:
+        """As plain JSON values; lists are by depth."""
+        return {
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "acceptance_length": self.acceptance_length,
+            "proposed": [*self.proposed],
+            "accepted": [*self.accepted],
+            "rates": self.rates,
+        }
+
     @classmethod
     def none(cls, depth: int) -> DraftStats:
         """Of an engine that drafts `depth` tokens, before its first round."""
         return cls(0, 0, [0] * depth, [0] * depth)
+
+
+def render_drafts(report: dict[str, Any]) -> str:
+    """What `DraftStats.report` says, in a line for people."""
+    rates = " ".join(f"{100 * rate:.0f}" for rate in report["rates"])
+    length, rounds = report["acceptance_length"], report["rounds"]
+    return f"{length:.2f} tokens a round in {rounds} rounds; accepted by depth, %: {rates}"
 
 
 def replay_steps(spec: EngineSpec) -> int:

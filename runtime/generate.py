@@ -32,6 +32,7 @@ def run_prompt(
             "choices": msgspec.to_builtins(done.choices),
             "usage": usage,
             "timings": _timings(engine, start),
+            **({"drafts": engine.drafts.report()} if engine.spec.spec_depth else {}),
         }
 
 

@@ -52,7 +52,7 @@ def summarise(events: Iterable[Event]) -> Run:
         if event.get("cat") == REPLAYS:
             bucket = run.buckets.setdefault(event["name"], Bucket())
             bucket.replays += 1
-            bucket.used += args["tokens"] * args["steps"]
+            bucket.used += args["tokens"] * args["steps"] + args["drafted"]
             bucket.places += args["bucket_tokens"] * args["steps"]
             bucket.seconds += event["dur"] / 1e6
         elif event["ph"] == COUNTERS and "free" in args:

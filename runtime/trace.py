@@ -57,7 +57,8 @@ class Trace:
         facts = {
             "rows": len(plan.slots),
             "bucket_rows": bucket.rows,
-            "tokens": sum(plan.counts) + plan.drafted,
+            "tokens": sum(plan.counts),
+            "drafted": plan.drafted,
             "bucket_tokens": bucket.tokens,
             "steps": plan.steps,
             "prompt_tokens": sum(count for count, flags in rows if not flags & FROM_TABLE),

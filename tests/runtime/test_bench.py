@@ -15,6 +15,7 @@ from support.fake_step import FakeStep, seal_engine
 from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Manifest
+from inkling_engine.kernels import table
 from inkling_engine.runtime import bench
 from inkling_engine.runtime.bench import Work, measure, render
 from inkling_engine.runtime.cli import command
@@ -117,6 +118,10 @@ def test_rows_that_must_wait_for_one_another_are_refused(
 
 
 def test_non_finite_logits_are_a_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_step.FakeStep, "_commit", lambda *_: (0, 3))
+    def broken(_: FakeStep, state: Tensor, *__: object) -> int:
+        state[table.FINISH] = table.Finish.NON_FINITE
+        return 0
+
+    monkeypatch.setattr(FakeStep, "_commit", broken)
     with pytest.raises(FailedError, match="non-finite"):
         measure(folder, Work(context=8, tokens=8), programs=FakeStep)

@@ -288,9 +288,9 @@ def test_verify_drawn_weights_compares_with_alone(
 ) -> None:
     whole = FakeStep._commit
 
-    def neighbourly(self: FakeStep, *arguments: Any) -> tuple[int, int]:
-        token, finish = whole(self, *arguments)
-        return (token + 1) % 150 if "r0004" in self.runs[-1] else token, finish
+    def neighbourly(self: FakeStep, *arguments: Any) -> int:
+        token = whole(self, *arguments)
+        return (token + 1) % 150 if "r0004" in self.runs[-1] else token
 
     monkeypatch.setattr(FakeStep, "_commit", neighbourly)
     assert "other tokens than alone" in shell.fail(1, "verify", folder, "--random-weights", 3)

@@ -208,20 +208,23 @@ def test_every_seed_fits_its_two_words() -> None:
         assert (low & 0xFFFFFFFF) | ((high & 0xFFFFFFFF) << 32) == seed
 
 
-def test_result_lines_are_found_by_step_and_row() -> None:
-    lines, rows, top = 3, 2, 2
-    width = table.RESULT_HEADER + 1 + top
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_result_lines_are_found_by_step_and_row(drafts: int) -> None:
+    lines, rows, top, most = 3, 2, 2, 1 + drafts
+    places = most * (1 + top)
+    width = table.RESULT_HEADER + places
     ints = array("i", range(lines * rows * width))
-    floats = array("f", range(lines * rows * (1 + top)))
-    ring = ResultRing(memoryview(ints), memoryview(floats), (lines, rows, width))
+    floats = array("f", range(lines * rows * places))
+    ring = ResultRing(memoryview(ints), memoryview(floats), (lines, rows, width), drafts)
     for step in range(7):
         for row, at in enumerate(ring.rows(step, rows)):
             first = ((step % lines) * rows + row) * width
             assert ring.ints[at] == first
-            found = ring.logprob(at, 1)
-            base = ((step % lines) * rows + row) * (1 + top)
+            base = ((step % lines) * rows + row) * places
             token = first + table.RESULT_HEADER
-            assert (found.token_id, found.logprob) == (token, base)
-            assert found.top == ((token + 1, base + 1),)
-            assert ring.logprob(at, 0).top == ()
+            for index in range(most):
+                found, behind = ring.logprob(at, index, 1), most + index * top
+                assert (found.token_id, found.logprob) == (token + index, base + index)
+                assert found.top == ((token + behind, base + behind),)
+                assert ring.logprob(at, index, 0).top == ()
     assert len(ring.rows(1, 1)) == 1

@@ -38,6 +38,7 @@ GOOD: dict[str, list[Any]] = {
     "ignore_eos": [True, False],
     "include_stop_str_in_output": [True, False],
     "logprobs": [None, 0, 20],
+    "max_drafts": [None, 0, 3],
     "skip_special_tokens": [True, False],
     "detokenize": [True, False],
 }
@@ -69,6 +70,7 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [1, None, "yes"],
     "include_stop_str_in_output": [0, None],
     "logprobs": [-1, 1.5, True, "3"],
+    "max_drafts": [-1, 1.5, True, "3"],
     "skip_special_tokens": [1, None],
     "detokenize": [0, None],
 }

@@ -20,6 +20,7 @@ from support.fake_spec import build_manifest, build_spec, tiny_tokenizer
 
 from inkling_engine.artifacts.errors import UsageError
 from inkling_engine.runtime.batch import BatchRunner, stopped_by_signals
+from inkling_engine.runtime.drafts import DraftStats
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.requests import (
     Request,
@@ -45,6 +46,7 @@ class StubEngine:
         self.live: list[tuple[Request, int]] = []
         self.submitted: deque[Request] = deque(maxlen=1000)  # the last ones
         self.most = self.steps = 0
+        self.drafts = DraftStats.none(0)
         self.fails_at: int | None = None
 
     def submit(self, prompt: Any, params: SamplingParams) -> Request:

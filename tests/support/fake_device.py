@@ -65,6 +65,10 @@ class Device:
         self.rounds = self.hits = 0
         self._draw = random.Random(seed)
 
+    def proposed(self, most: int) -> int:
+        """How many drafts a round has."""
+        return self._draw.choice((most, most, self._draw.randint(0, most)))
+
     def accepted(self, drafts: int) -> int:
         """How many of a round's drafts are right."""
         return self._draw.choice((0, drafts, self._draw.randint(0, drafts)))
@@ -198,10 +202,7 @@ class Device:
         if flags & FROM_TABLE:
             assert count == 1 and length >= len(sequence.feed)
             left = sequence.max_tokens - len(self.outputs[sequence]) - 1
-            most_drafts = min(plan.bucket.drafts, sequence.drafts, max(left, 0))
-            drafts = self._draw.choice(
-                (most_drafts, most_drafts, self._draw.randint(0, most_drafts))
-            )
+            drafts = self.proposed(min(plan.bucket.drafts, sequence.drafts, max(left, 0)))
         else:
             self.fed[sequence] += tokens
             assert bool(flags & SAMPLE) == (length + count == len(sequence.feed))
