@@ -23,6 +23,7 @@ from inkling_engine.kernels import table
 
 TARGET = ("conv_kv_full", "conv_kv_window", "conv_attn", "conv_mlp")
 DRAFT = ("conv_kv_draft_full", "conv_kv_draft_window", "conv_draft_attn", "conv_draft_mlp")
+DRAFT_KV = ("kv_draft_full", "kv_draft_window")
 WINDOW = 3
 Tensors = dict[str, Tensor]
 
