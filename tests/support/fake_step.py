@@ -140,8 +140,7 @@ class FakeStep:
         rings = pools["conv_attn"][0, :, :, 0]
         conv = [*(_at(rings[source], p) for p in range(length - 3, length)), *map(float, tokens)]
         self._scatter(pools, slot, length, conv)
-        conv = conv[-3:]
-        _keep(rings[slot], length + len(tokens), conv)
+        _keep(rings[slot], length + len(tokens), conv := conv[-3:])
         state[table.LENGTH] = length + len(tokens)
         token = finish = 0
         if flags & table.SAMPLE:
