@@ -26,7 +26,9 @@ SEED_HIGH: Final = 5
 TOP_LOGPROBS: Final = 6  # most likely tokens that are wanted beside each sampled one
 DRAFT_LIMIT: Final = 7  # most drafts a round; 0 = none
 FORCE_ACCEPT: Final = 8  # 0 = off, else 1 + low + 16 * high: drafts accepted in even, odd rounds
-INT_HEADER: Final = 12  # lines are copied by fours; then the stop ids, then the ids of the logit bias
+INT_HEADER: Final = (
+    12  # lines are copied by fours; then the stop ids, then the ids of the logit bias
+)
 
 # request_floats [slots, FLOAT_HEADER + bias_ids] float32, host-owned
 TEMPERATURE: Final = 0  # 0 = greedy

@@ -151,14 +151,12 @@ class FakeStep:
             seed = ints[table.SEED_LOW] if float(pools["request_floats"][slot, 0]) else 0
             value = _mix(history, window, conv, seed)
             token, finish = self._commit(state, ints, history, value)
-            top = self.spec.limits.top_logprobs
-            for i in range(top):
-                place = table.RESULT_HEADER + 1 + i
-                pools["results_int"][line, row, place] = (token + i) % REAL_VOCAB
+            for i in range(self.spec.limits.top_logprobs):
+                at = table.RESULT_HEADER + 1 + i
+                pools["results_int"][line, row, at] = (token + i) % REAL_VOCAB
                 pools["results_float"][line, row, 1 + i] = logprob(value) - i
             pools["results_float"][line, row, 0] = logprob(value)
-        emitted = int(bool(flags & table.SAMPLE))
-        result = [slot, emitted, finish, length + len(tokens), 0, token]
+        result = [slot, flags & table.SAMPLE, finish, length + len(tokens), 0, token]
         pools["results_int"][line, row, : table.RESULT_HEADER + 1] = state.new_tensor(result)
 
     def _check_sources(self, rows: Mapping[str, Tensor], pools: Mapping[str, Tensor]) -> None:
