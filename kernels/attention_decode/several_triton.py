@@ -56,12 +56,12 @@ def configure(
     rows: int, kv_heads: int, lines: int, capacity: int, window: int, most: int, wide: bool
 ) -> Config:
     """One full wave of programs, of two blocks or more; a block each in windows of few rows."""
-    programs, warps = rows * kv_heads, max(4, lines // 16)
+    programs, warps = rows * kv_heads, max(4, lines // 8)
     if window:
         blocks = triton.cdiv(window + most - 2, 64) + 1
-        splits = blocks if programs * blocks <= 2 * PROCESSORS else 1
+        splits = blocks if programs * blocks <= PROCESSORS else 1
         return Config(splits, 1, min(8, splits), warps, stages=1 if wide or splits > 1 else 2)
-    splits = max(2 * PROCESSORS // programs, capacity // 16384)
+    splits = max(PROCESSORS // programs, capacity // 16384)
     splits = max(1, min(splits, triton.cdiv(capacity, 128), MOST_SPLITS))
     return Config(splits, 2, min(16, splits), warps, stages=1 if wide else 2)
 

@@ -61,7 +61,7 @@ _STEPS = (
     ("pages", Step((Row(1, 6, 11), Row(2, 61, 5)), 20, page_size=4, table_width=7), SMALL),
     ("inert", Step((INERT, INERT), bucket_tokens=4), FULL),
 )
-_DRAFTS = (Row(1, 8, 17), Row(3, 300, 9), INERT, Row(2, 70, 3), Row(4, 130, 1), Row(5, 9, 1))
+_DRAFTS = (Row(1, 8, 17), Row(3, 340, 9), INERT, Row(2, 70, 3), Row(4, 130, 1), Row(5, 9, 1))
 
 
 def cases() -> list[Case]:

@@ -210,11 +210,10 @@ def extend_kernel(
             if WINDOW > 0:
                 seen = position - block * BLOCK - n[None, :] < WINDOW
                 scores = tl.where(seen, scores, float("-inf"))
-                real &= (block * BLOCK + n >= low)[:, None]
-            elif FIRST > 0:
-                real &= (block * BLOCK + n >= FIRST)[:, None]
             if FIRST > 0:
                 scores = tl.where((block * BLOCK + n >= FIRST)[None, :], scores, float("-inf"))
+            if (WINDOW > 0) | (FIRST > 0):
+                real &= (block * BLOCK + n >= low)[:, None]
             v = tl.load(where + KV_HEADS * PAGE * DIM, real, other=0.0)
             maximum, total, output = softmax_step(scores, SCALE, maximum, total, output, v)
     for block in range(near, end):

@@ -32,13 +32,10 @@ def commit(
     drafts: int,
 ) -> None:
     """Write the step's results; see the package docstring."""
-    step, top = int(step_counter[0]), top_tokens.shape[1]
+    step, most = int(step_counter[0]), results_float.shape[2] // (1 + top_tokens.shape[1])
     step_counter[0] += 1
-    line, most = step % len(results_int), results_float.shape[2] // (1 + top)
-    ints, floats = (
-        results_int[line, : len(slots)].zero_(),
-        results_float[line, : len(slots)].zero_(),
-    )
+    lines = results_int[step % len(results_int)], results_float[step % len(results_int)]
+    ints, floats = (line[: len(slots)].zero_() for line in lines)
     for row, slot in enumerate(slots.tolist()):
         if slot == 0:
             continue
@@ -46,10 +43,8 @@ def commit(
         first, guesses = (begin, step_tokens[begin + 1 : end]) if drafts else (row, tokens[:0])
         count = 0
         if emits[first]:
-            forced = int(request_ints[slot, table.FORCE_ACCEPT])
-            accepted = _accepted(guesses, tokens[first:], forced, step)
-            run = torch.cat([guesses[:accepted], tokens[first + accepted][None]])
             limits = request_ints[slot]
+            run = _run(guesses, tokens[first:], int(limits[table.FORCE_ACCEPT]), step)
             count = _emit(state, token_counts[slot], limits, run, logprobs[first:], stop_ids)
             kept = slice(first, first + count)
             _lay(ints[row, table.RESULT_HEADER :], run[:count], top_tokens[kept], most)
@@ -62,11 +57,13 @@ def commit(
             _pass(snapshot_slots[slot], snapshot_lengths, destinations, lengths[row], state)
 
 
-def _accepted(guesses: Tensor, tokens: Tensor, forced: int, step: int) -> int:
-    """How many leading `guesses` are the target's `tokens`, or as many as FORCE_ACCEPT says."""
+def _run(guesses: Tensor, tokens: Tensor, forced: int, step: int) -> Tensor:
+    """Leading `guesses` that are the target's `tokens`, or as many as FORCE_ACCEPT says, and then
+    the target's next one."""
+    accepted = int((guesses == tokens[: len(guesses)]).int().cumprod(0).sum())
     if forced:
-        return min((forced - 1) >> (4 * (step % 2)) & 15, len(guesses))
-    return int((guesses == tokens[: len(guesses)]).int().cumprod(0).sum())
+        accepted = min((forced - 1) >> (4 * (step % 2)) & 15, len(guesses))
+    return torch.cat([guesses[:accepted], tokens[accepted : accepted + 1]])
 
 
 def _emit(

@@ -79,36 +79,26 @@ def draft_metadata(
         state, known = request_state[slot], int(lengths[row])
         first, end = max(0, known - drafts), int(state[table.LENGTH])
         begin, stop = int(meta.starts[row]), int(meta.starts[row]) + end - first
-        meta.starts[row + 1] = stop
-        meta.slots[row], meta.sources[row] = slot, sources[row]
+        meta.starts[row + 1], meta.slots[row], meta.sources[row] = stop, slot, sources[row]
         meta.lengths[row], meta.kv_lengths[row] = first, first + drafts
         positions = torch.arange(first, end)
         meta.token_rows[begin:stop], meta.positions[begin:stop] = row, positions.int()
         packed = int(starts[row]) + positions - known
         stashed = len(step_tokens) + positions % drafts
         meta.hidden_rows[begin:stop] = torch.where(positions < known, stashed, packed).int()
-        for pages, found in (
-            (full_table[slot], meta.full_locations),
-            (window_table[slot], meta.window_locations),
-        ):
-            found[begin:stop] = locations(pages, positions + drafts, page_size)
+        placed = positions + drafts
+        meta.full_locations[begin:stop] = locations(full_table[slot], placed, page_size)
+        meta.window_locations[begin:stop] = locations(window_table[slot], placed, page_size)
         sampled = bool(emits[starts[row] if most else row])
         fed = step_tokens[int(starts[row]) :][: end - known]
         recent = recent_tokens[int(sources[row]), positions[positions < known] % drafts]
-        last = state[table.LAST_TOKEN] * sampled
-        ids = torch.cat([recent, fed, last[None]])[1:]
+        last = sampled * state[table.LAST_TOKEN : table.LAST_TOKEN + 1]
+        ids = torch.cat([recent, fed, last])[1:]
         meta.ids[begin + row * drafts :][: len(ids)] = ids
         if sampled and int(state[table.FINISH]) == 0:
             meta.frontier_rows[row], meta.emits[row] = stop - 1, 1
-        _snapshots(meta, row, end - known, destination_slots[row], destination_offsets[row])
-        meta.destination_offsets[row] += (meta.destination_slots[row] > 0) * (
-            known - drafts - first
-        )
+        kept = (destination_slots[row] > 0) & (known + destination_offsets[row] <= end)
+        boundaries = known + destination_offsets[row] - drafts - first
+        meta.destination_slots[row] = destination_slots[row] * kept
+        meta.destination_offsets[row] = boundaries * kept
     return meta
-
-
-def _snapshots(meta: DraftMeta, row: int, reached: int, slots: Tensor, offsets: Tensor) -> None:
-    """The step's destinations of boundaries that the row has reached, as the step counts them."""
-    kept = (slots > 0) & (offsets <= reached)
-    meta.destination_slots[row] = slots * kept
-    meta.destination_offsets[row] = offsets * kept

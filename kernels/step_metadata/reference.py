@@ -81,17 +81,8 @@ def step_metadata(
     drafts: int,
 ) -> StepMeta:
     """Resolve a step; see the package docstring."""
-    pools = _Table(
-        request_state,
-        request_ints,
-        request_floats,
-        token_counts,
-        full_table,
-        window_table,
-        snapshot_slots,
-        snapshot_lengths,
-        draft_tokens,
-    )
+    tables = token_counts, full_table, window_table, snapshot_slots, snapshot_lengths
+    pools = _Table(request_state, request_ints, request_floats, *tables, draft_tokens)
     _admit(pools, admit_ints, admit_floats)
     _update(pools, page_updates, snapshot_updates)
     meta = empty_meta(row_slots, len(token_ids), len(row_slots), destinations, drafts)
@@ -102,13 +93,11 @@ def step_metadata(
         live = slot != 0 and count > 0 and int(request_state[slot, table.FINISH]) == 0
         meta.starts[row + 1] = meta.starts[row]
         if live:
+            meta.slots[row], meta.sources[row] = slot, source or slot
             fed = given[row]
             if flags & table.FROM_TABLE:
                 assert count == 1, "a row fed from the table has one token"
                 fed = _known(pools, slot, drafts if flags & table.SAMPLE else 0)
-            meta.starts[row + 1] += len(fed)
-            meta.slots[row], meta.sources[row] = slot, source or slot
-            meta.lengths[row] = request_state[slot, table.LENGTH]
             _place(pools, meta, row, fed, not flags & table.FROM_TABLE, page_size)
             _cross_grid(pools, meta, row, snapshot_grid, taken=not drafts)
             if flags & table.SAMPLE:
@@ -153,8 +142,11 @@ def _known(pools: _Table, slot: int, drafts: int) -> Tensor:
 def _place(
     pools: _Table, meta: StepMeta, row: int, fed: Tensor, counted: bool, page_size: int
 ) -> None:
-    """Write the row's tokens, positions and locations; count the tokens that the host fed."""
-    slot, length = int(meta.slots[row]), int(meta.lengths[row])
+    """Write the row's length, tokens, positions and locations; count tokens that the host fed."""
+    slot = int(meta.slots[row])
+    length = int(pools.request_state[slot, table.LENGTH])
+    meta.lengths[row] = length
+    meta.starts[row + 1] += len(fed)
     positions = torch.arange(length, length + len(fed))
     for token, position in zip(fed.tolist(), positions.tolist(), strict=True):
         if counted:

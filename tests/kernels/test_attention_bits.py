@@ -241,8 +241,8 @@ def test_keys_before_the_first_are_not_there(name: str, first: int) -> None:
     assert torch.equal(
         attend(request._replace(pool=spoilt), [Row(2, first, 150)], first=first), whole
     )
-    queries = {"q": request.q.roll(-first, 0), "r": request.r.roll(-first, 0)}
-    fresh = attend(request._replace(pool=shifted, **queries), [Row(2, 0, 150)])
+    q, r = request.q.roll(-first, 0), request.r.roll(-first, 0)
+    fresh = attend(request._replace(pool=shifted, q=q, r=r), [Row(2, 0, 150)])
     torch.testing.assert_close(whole, fresh, rtol=0, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_spec import build_spec
@@ -215,6 +216,22 @@ def test_a_digest_covers_the_window_and_no_more(engine: Engine, at: int) -> None
     page = sequence.window_pages[at // 4 - first]
     engine.pool.tensors["kv_window"][:, page, :, :, at % 4] += 1
     assert (debug.digest(engine, sequence) != before) == (at >= 20 - (8 - 1))
+
+
+def test_a_digest_is_of_the_last_conv_inputs_in_a_ring_of_any_length(engine: Engine) -> None:
+    """And of the target's: an engine that drafts has longer rings and more of them."""
+    request = engine.submit([30] * 20, greedy(9))
+    engine.step()
+    engine.step()
+    (sequence,), tensors = request.sequences, engine.pool.tensors
+    before, ring = debug.digest(engine, sequence), tensors["conv_attn"]
+    longer = torch.full((*ring.shape[:2], 7, ring.shape[3]), torch.nan)
+    last = torch.arange(sequence.length - 3, sequence.length)
+    longer[:, sequence.slot, last % 7] = ring[:, sequence.slot, last % 3]
+    tensors |= {"conv_attn": longer, "conv_draft_attn": longer.clone()}
+    assert debug.digest(engine, sequence) == before
+    longer[:, sequence.slot, last[0] % 7] += 1
+    assert debug.digest(engine, sequence) != before
 
 
 def test_accounting_has_every_state(engine: Engine) -> None:

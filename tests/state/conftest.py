@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import tiny_config, write_random
+from support.draft_rig import DraftRig, DraftRigs
 from support.engines import Exported
 from support.oracle import TINY
 from support.programs import Programs
@@ -20,6 +22,7 @@ SMALL |= {"decode_buckets": "1,2,4,8"}
 TRAINED: dict[str, Any] = {"max_running": 8, "page_size": 64, "snapshot_grid": 128}
 TRAINED |= {"max_context": 1024, "decode_buckets": "1,8", "extend_buckets": "64x8,256x8"}
 VOCABULARY = 151
+DRAFT_CHUNKS = ("8x8,16x8", "8x8,16x8,32x8,64x8")  # through a ring of pages, and of any length
 
 
 def random_ids() -> list[int]:
@@ -101,3 +104,24 @@ def served(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def exported(native_library: Path) -> Exported:
     """The exported steps of `served`, shared by all tests."""
     return Exported()
+
+
+@pytest.fixture(scope="session")
+def draft_rigs(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> DraftRigs:
+    """A rig that makes so many drafts a round; fresh runs are shared."""
+
+    @cache
+    def models(drafts: int, dtype: str) -> tuple[Model, Model, dict[Any, Any]]:
+        scratch = tmp_path_factory.mktemp(f"drafts-{drafts}-{dtype}")
+        made = []
+        for buckets in DRAFT_CHUNKS:
+            options = SMALL | {"extend_buckets": buckets, "spec_depth": drafts}
+            machine = convert(small_checkpoint, scratch, dtype, **options)
+            made.append(Model(machine.spec, machine.weights))
+        return made[0], made[1], {}
+
+    def make(drafts: int, dtype: str = "fp32", **given: Any) -> DraftRig:
+        model, whole, fresh = models(drafts, dtype)
+        return DraftRig(model, whole, **{"fresh": fresh} | given)
+
+    return make

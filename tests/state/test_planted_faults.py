@@ -399,7 +399,7 @@ NATIVE = [
         "a conv window is the last three inputs",
         "in C++: it ends one input early",
         "native/conv.h",
-        {"rows_.slots[row], row, n)": "rows_.slots[row], row, n - 1)"},
+        {"end = WINDOW + rows_.tokens(row)": "end = WINDOW + rows_.tokens(row) - 1"},
     ),
 ]
 

@@ -8,12 +8,13 @@ before a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from support.rig import Model, Rig, StepCode, Trace, bits, native_step
+from support.rig import Model, Rig, StepCode, Trace, bits, native_step, record
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket
@@ -22,6 +23,7 @@ from inkling_engine.kernels import table
 
 TARGET = ("conv_kv_full", "conv_kv_window", "conv_attn", "conv_mlp")
 DRAFT = ("conv_kv_draft_full", "conv_kv_draft_window", "conv_draft_attn", "conv_draft_mlp")
+DRAFT_KV = ("kv_draft_full", "kv_draft_window")
 WINDOW = 3
 Tensors = dict[str, Tensor]
 
@@ -187,6 +189,34 @@ class DraftRig:
             rig.step(Bucket(kind="extend", rows=1, tokens=len(fed)), [chunk])
             self.fresh[key] = draft_state(rig, 1, request.length)
         return self.fresh[key]
+
+
+DraftRigs = Callable[..., DraftRig]  # a rig that makes so many drafts a round
+
+
+def feed_prompt(rig: DraftRig, request: Request, order: random.Random) -> None:
+    """Feed the prompt in chunks of any size."""
+    while left := request.trace.prompt - request.length:
+        rig.extend((request, order.randint(1, min(left, 16))))
+
+
+def run_rounds(rig: DraftRig, request: Request, order: random.Random) -> None:
+    """Rounds with any number of right guesses, as far as the trace says what is right."""
+    while request.length + 1 + rig.drafts < len(request.trace.tokens):
+        rig.verify(Round(request, order.randint(0, rig.drafts)))
+
+
+def start_from_snapshot(
+    rig: DraftRig, giving: Request, snapshot: int, boundary: int, plain: Model
+) -> None:
+    """A request with the same beginning, then other tokens, takes the snapshot and drafts."""
+    prompt = [*giving.trace.tokens[:boundary], 7, 9, 11]
+    taking = Request(record(plain, prompt, 12), slot=2, length=boundary, source=snapshot)
+    rig.rig.share(2, 1, boundary)
+    rig.extend((taking, 1), spare=16)  # a bucket with lines for the shared pages
+    feed_prompt(rig, taking, random.Random(boundary))
+    run_rounds(rig, taking, random.Random(boundary))
+    rig.check(giving)
 
 
 def target_state(rig: Rig, slot: int, length: int) -> Tensors:

@@ -112,8 +112,8 @@ class Batch:
         stops = (*draw.stops, table.INERT_TOKEN, table.INERT_TOKEN)[:STOP_IDS]
         biased = (*draw.bias, (0, 0.0), (0, 0.0))[:BIAS_IDS]
         ints[table.INT_HEADER :] = torch.tensor([*stops, *(token for token, _ in biased)])
-        for name, value in zip(_FLOATS, draw.floats, strict=True):
-            floats[getattr(table, name)] = value
+        for name, number in zip(_FLOATS, draw.floats, strict=True):
+            floats[getattr(table, name)] = number
         floats[table.FLOAT_HEADER :] = torch.tensor([value for _, value in biased])
         counts = torch.tensor(history(draw)).bincount(minlength=VOCAB)
         self.tables["token_counts"][slot] = counts.int()
@@ -128,8 +128,6 @@ class Batch:
     def metadata(self, drafts: int) -> StepMeta:
         """The step's metadata: every slot fed from the table, and sampled."""
         rows = 1 + len(self.draws)
-        names = ("request_state", "request_ints", "request_floats", "token_counts", "full_table")
-        names += ("window_table", "snapshot_slots", "snapshot_lengths", "draft_tokens")
         slots = torch.arange(rows, dtype=torch.int32)
         flags = (slots > 0).int() * (table.SAMPLE | table.FROM_TABLE)
         given = slots, (slots > 0).int(), torch.zeros_like(slots), flags
@@ -137,7 +135,7 @@ class Batch:
         admissions = torch.zeros(rows, table.ADMIT_HEADER + ints.shape[1], dtype=torch.int32)
         one_shot = admissions, torch.zeros(rows, floats.shape[1]), _zeros(1, 4), _zeros(rows, 4)
         tokens = _zeros(rows * (1 + drafts))
-        pools = (self.tables[name] for name in names)
+        pools = list(self.tables.values())[:9]
         sizes = PAGE, self.grid, 1, drafts
         return StepMeta(*step_metadata(*pools, *given, tokens, *one_shot, *sizes))
 
@@ -157,11 +155,12 @@ class Batch:
         emitting = meta.sample_rows, meta.emits
         limits = STOP_IDS, BIAS_IDS, TOP, drafts
         chosen = sample(logits, *lines, t["request_floats"], *placed, *emitting, *limits)
-        names = ("request_state", "token_counts", "results_int", "results_float", "step_counter")
-        names += ("snapshot_slots", "snapshot_lengths", "request_ints")
         destinations = meta.destination_slots, meta.destination_offsets
         rows = meta.tokens, meta.slots, meta.starts, meta.lengths, meta.emits, *destinations
-        commit(*(t[name] for name in names), *chosen, *rows, STOP_IDS, drafts)
+        results = t["results_int"], t["results_float"], t["step_counter"]
+        snapshots = t["snapshot_slots"], t["snapshot_lengths"]
+        written = t["request_state"], t["token_counts"], *results, *snapshots
+        commit(*written, t["request_ints"], *chosen, *rows, STOP_IDS, drafts)
         return meta
 
     def result(self, slot: int) -> Result:
