@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime.test_drafts_scheduler import least_ring
+from runtime.test_drafts_scheduler import least_ring, specs
 from runtime.test_serving import assert_right, cached, finish, finish_fairly, prompt_of, step
 from support.fake_spec import GRID, build_spec, tiny_tokenizer
 from support.fake_step import NON_FINITE_TOKEN, open_engine, run_oracle
@@ -167,7 +167,7 @@ Event = tuple[str, int, int]
 
 @settings(max_examples=80)
 @given(
-    drafts=st.integers(1, 4),
+    spec=specs(),
     events=st.lists(
         st.tuples(
             st.sampled_from(("submit", "submit", "submit", "step", "abort")),
@@ -176,36 +176,12 @@ Event = tuple[str, int, int]
         ),
         max_size=30,
     ),
-    running=st.integers(1, 5),
-    full_pages=st.integers(18, 30),
-    more=st.integers(0, 6),
-    snapshots=st.integers(0, 6),
-    extends=st.sampled_from([((8, 2), (16, 4)), ((16, 1),), ((8, 8), (32, 2)), ((4, 4),)]),
-    decodes=st.sampled_from([(1, 2, 4), (2,), (8,)]),
     steps=st.integers(1, 4),
     overlap=st.booleans(),
 )
 def test_any_traffic_in_tiny_pools_gives_solo_results(
-    drafts: int,
-    events: list[Event],
-    running: int,
-    full_pages: int,
-    more: int,
-    snapshots: int,
-    extends: tuple[tuple[int, int], ...],
-    decodes: tuple[int, ...],
-    steps: int,
-    overlap: bool,
+    spec: EngineSpec, events: list[Event], steps: int, overlap: bool
 ) -> None:
-    spec = drafting(
-        drafts,
-        running=running,
-        full_pages=full_pages,
-        window_pages=1 + least_ring(drafts) + more,
-        extends=extends,
-        decodes=decodes,
-        snapshots=snapshots,
-    )
     engine = open_engine(spec, steps=min(steps, replay_steps(spec)), overlap=overlap)
     requests = list[Request]()
     for kind, first, second in events:

@@ -71,51 +71,45 @@ JOB = st.tuples(
 )
 
 
+@st.composite
+def specs(draw: st.DrawFn) -> EngineSpec:
+    """An engine whose pools are as small as they may be, or a little larger."""
+    drafts = draw(st.integers(1, 4))
+    ring = least_ring(drafts) + draw(st.sampled_from([0, 0, 1, 4]))
+    return build_spec(
+        drafts=drafts,
+        running=draw(st.integers(1, 6)),
+        full_pages=draw(st.integers(18, 26) | st.just(60)),
+        window_pages=1 + ring + draw(st.integers(0, 10)),
+        ring=ring,
+        extends=draw(
+            st.sampled_from([((8, 2), (16, 4)), ((16, 1),), ((8, 8), (32, 2)), ((4, 4),)])
+        ),
+        decodes=draw(st.sampled_from([(1, 2, 4), (2,), (1,), (8,)])),
+        snapshots=draw(st.sampled_from([0, 1, 2, 3, 8])),
+        results=8,
+    )
+
+
 @settings(max_examples=400)
 @given(
-    drafts=st.integers(1, 4),
+    spec=specs(),
     jobs=st.lists(JOB, min_size=3, max_size=14),
     aborts=st.sets(st.integers(0, 60), max_size=4),
     preempted=st.sets(st.integers(0, 60), max_size=4),
-    running=st.integers(2, 6),
-    full_pages=st.integers(18, 26) | st.just(60),
-    more_window=st.integers(0, 10),
-    more_ring=st.sampled_from([0, 0, 1, 4]),
-    snapshots=st.sampled_from([0, 1, 2, 3, 8]),
-    extends=st.sampled_from([((8, 2), (16, 4)), ((16, 1),), ((8, 8), (32, 2)), ((4, 4),)]),
-    decodes=st.sampled_from([(1, 2, 4), (2,), (1,), (8,)]),
     steps=st.integers(1, 4),
     overlap=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_any_acceptance_keeps_the_balance(
-    drafts: int,
+    spec: EngineSpec,
     jobs: list[tuple[int, int, int, int, int | None, int]],
     aborts: set[int],
     preempted: set[int],
-    running: int,
-    full_pages: int,
-    more_window: int,
-    more_ring: int,
-    snapshots: int,
-    extends: tuple[tuple[int, int], ...],
-    decodes: tuple[int, ...],
     steps: int,
     overlap: bool,
     seed: int,
 ) -> None:
-    ring = least_ring(drafts) + more_ring
-    spec = build_spec(
-        running=running,
-        full_pages=full_pages,
-        window_pages=1 + ring + more_window,
-        ring=ring,
-        extends=extends,
-        decodes=decodes,
-        snapshots=snapshots,
-        results=8,
-        drafts=drafts,
-    )
     device = Device(spec, min(steps, replay_steps(spec)), overlap=overlap, seed=seed)
     sequences = [
         fake_sequence(spec, prompt, new * 3 if prompt < 20 else new, most, priority)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 DEPTHS = (1, 2, 3)
 PATTERNS = ((0,), (1,), (3,), (0, 2), (1, 3, 0, 2))
 Open = Callable[..., Engine]
+Truths = Mapping[Request, Sequence[int]]
 BIAS = dict.fromkeys(range(6), 6.0)
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -85,7 +86,7 @@ def opened(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make
 
 
-def plant(engine: Engine, truths: dict[Request, Sequence[int]], right: Iterator[int]) -> None:
+def plant(engine: Engine, truths: Truths, right: Iterator[int]) -> None:
     """Give every row that decodes its next `right` drafts as they will be, and a wrong one behind."""
     depth = engine.spec.spec_depth
     for sequence in engine.scheduler.decoding:
@@ -98,7 +99,7 @@ def plant(engine: Engine, truths: dict[Request, Sequence[int]], right: Iterator[
 
 def finish(
     engine: Engine,
-    truths: dict[Request, Sequence[int]],
+    truths: Truths,
     pattern: Iterable[int] = (),
     see: Callable[[], None] = lambda: None,
 ) -> list[Choice]:
@@ -243,7 +244,7 @@ def test_a_prompt_of_one_token_whose_first_round_is_all_wrong(opened: Open) -> N
     engine, ask = opened(3), params(9)
     prompts = ([5], [9], prompt_of(3, 2))
     truths = [plain(opened, prompt, ask).token_ids for prompt in prompts]
-    running = {engine.submit(prompts[0], ask): truths[0]}
+    running: dict[Request, Sequence[int]] = {engine.submit(prompts[0], ask): truths[0]}
     engine.step()
     plant(engine, running, itertools.repeat(0))
     engine.step()
@@ -279,10 +280,12 @@ def test_preemption_and_aborts_leave_no_trace(opened: Open, steps: int) -> None:
     asks = [params(25, temperature=0.9 * (n % 2), seed=n) for n in range(5)]
     wanted = [plain(opened, *pair) for pair in zip(prompts, asks, strict=True)]
     engine = opened(3, full_pages=13, window_pages=30, steps=steps)
-    truths = {}
+    truths: dict[Request, Sequence[int]] = {}
     for n, (prompt, ask, choice) in enumerate(zip(prompts, asks, wanted, strict=True)):
         truths[engine.submit(prompt, ask, priority=n % 2)] = choice.token_ids
-    extra = {engine.submit(prompt_of(9, 20 + n), params(20)): (1,) * 20 for n in range(2)}
+    extra: dict[Request, Sequence[int]] = {
+        engine.submit(prompt_of(9, 20 + n), params(20)): (1,) * 20 for n in range(2)
+    }
     count = itertools.count()
 
     def see() -> None:
@@ -300,7 +303,7 @@ def test_one_drafts_and_another_does_not(opened: Open) -> None:
     asks = [params(12, max_drafts=most) for most in (0, 1, None, 2)]
     wanted = [plain(opened, *pair) for pair in zip(prompts, asks, strict=True)]
     engine, steps = opened(3), []
-    truths = {}
+    truths: dict[Request, Sequence[int]] = {}
     for prompt, ask, choice in zip(prompts, asks, wanted, strict=True):
         truths[engine.submit(prompt, ask)] = choice.token_ids
     requests = list(truths)
