@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.store import open_manifest
+from inkling_engine.runtime.debug import force_accept
 from inkling_engine.runtime.drafts import render_drafts, replay_steps
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import FailedError, UsageError
@@ -37,12 +38,14 @@ _STEPS = 16  # in one replay, unless told otherwise
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What is run: `batch` prompts of `context` random tokens, `tokens` new ones for each, `repeat`
-    times in each way."""
+    times in each way. With `accept`, every round of drafting accepts so many drafts: what a model that
+    guesses so well would take, with other tokens."""
 
     batch: int = 1
     context: int = 128
     tokens: int = 128
     repeat: int = 5
+    accept: int | None = None
 
 
 @dataclass
@@ -133,7 +136,7 @@ def _ways(engine: Engine) -> list[Way]:
 
 
 def _require_fit(work: Work, engine: Engine) -> None:
-    """Raise UsageError for more rows or tokens than the engine was built for."""
+    """Raise UsageError for more rows, tokens or drafts than the engine was built for."""
     spec = engine.spec
     if work.batch > spec.max_running:
         most = f"at most {spec.max_running} (max_running)"
@@ -142,6 +145,9 @@ def _require_fit(work: Work, engine: Engine) -> None:
         found = work.context + work.tokens
         most = f"at most {spec.max_context} (max_context)"
         raise UsageError("--context + --tokens", found, most, "lower one of them")
+    if work.accept is not None and not 0 <= work.accept <= spec.spec_depth:
+        most = f"0 to {spec.spec_depth} (spec_depth)"
+        raise UsageError("--accept", work.accept, most, "choose one of them, or leave it out")
 
 
 def _run(engine: Engine, work: Work, way: Way) -> None:
@@ -158,6 +164,8 @@ def _run(engine: Engine, work: Work, way: Way) -> None:
     ]
     start = perf_counter()
     requests = [engine.submit(prompt, params) for prompt in prompts]
+    for request in requests if work.accept is not None else ():
+        force_accept(engine, request, work.accept or 0)
     rows = [request.sequences[0] for request in requests]
     first: dict[int, float] = {}
     marks: list[tuple[int, float]] = []  # when the last row had so many tokens

@@ -107,6 +107,7 @@ def generate(
 @click.option("--context", type=_COUNT, default=128, show_default=True, help="Prompt's tokens.")
 @click.option("--tokens", type=_MANY, default=128, show_default=True, help="Tokens to generate.")
 @click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Runs of each loop.")
+@click.option("--accept", type=int, help="Accept so many drafts a round, whatever they are.")
 @load_options
 @TRACE
 @JSON
@@ -116,6 +117,7 @@ def bench(
     context: int,
     tokens: int,
     repeat: int,
+    accept: int | None,
     trace: Path | None,
     as_json: bool,
     **load: Any,
@@ -123,7 +125,7 @@ def bench(
     """Measure load, prefill and decode."""
     from inkling_engine.runtime.bench import Work, measure, render
 
-    work = Work(batch=batch, context=context, tokens=tokens, repeat=repeat)
+    work = Work(batch=batch, context=context, tokens=tokens, repeat=repeat, accept=accept)
     report = measure(folder, work, trace, **_loading(load))
     click.echo(_encode(report) if as_json else render(report))
 

@@ -83,6 +83,9 @@ _SAMPLING = (
     click.option("--logprobs", type=int, help="Log-probabilities, with this many alternatives."),
     click.option("--skip-special-tokens/--keep-special-tokens", default=None, help="In the text."),
     click.option("--detokenize/--no-detokenize", default=None, help="Whether to make text."),
+    click.option(
+        "--max-drafts", type=int, help="Guesses a round, 0 for none. Default: the engine's."
+    ),
 )
 
 

@@ -89,6 +89,19 @@ def test_the_report_is_for_people_and_for_programs(
         assert done.output.strip() == expected or json.loads(done.output) == report
 
 
+def test_what_drafts_gave_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_step, "NON_FINITE_TOKEN", -1)
+    seal_engine(tmp_path / "engine", build_spec(results=16, full_pages=80, drafts=2))
+    work = Work(batch=4, tokens=12, context=12, repeat=2)
+    report = measure(tmp_path / "engine", work, programs=FakeStep)
+    assert [way["steps_per_replay"] for way in report["decode"]] == [1, 2]
+    drafts = report["drafts"]
+    assert drafts["tokens"] == drafts["rounds"] + sum(drafts["accepted"])
+    assert 1 < drafts["acceptance_length"] == drafts["tokens"] / drafts["rounds"] < 3
+    text = render(report)
+    assert f"{drafts['acceptance_length']:.2f} tokens a round" in text and "ms a token" in text
+
+
 def test_a_bench_is_traced(folder: Path, tmp_path: Path) -> None:
     work = Work(batch=2, context=8, tokens=4, repeat=1)
     measure(folder, work, tmp_path / "run.json", programs=FakeStep, steps_per_replay=1)
@@ -101,6 +114,7 @@ def test_a_bench_is_traced(folder: Path, tmp_path: Path) -> None:
     [
         (Work(batch=5, context=8, tokens=8), "--batch: found 5; expected at most 4"),
         (Work(context=60, tokens=8), "found 68; expected at most 64"),
+        (Work(context=8, tokens=8, accept=1), r"--accept: found 1; expected 0 to 0 \(spec_depth\)"),
     ],
 )
 def test_more_than_the_engine_holds_is_refused(folder: Path, work: Work, words: str) -> None:

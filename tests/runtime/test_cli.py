@@ -29,13 +29,13 @@ OPTIONS = {
     "generate": [
         *["as_json", "detokenize", "device_index", "folder", "frequency_penalty"],
         *["ignore_eos", "include_stop_str_in_output", "log_level", "logit_bias"],
-        *["logprobs", "max_tokens", "memory", "min_p", "min_tokens", "n"],
+        *["logprobs", "max_drafts", "max_tokens", "memory", "min_p", "min_tokens", "n"],
         *["prefix_cache", "presence_penalty", "prompt", "prompt_ids", "random_weights"],
         *["repetition_penalty", "seed", "skip_special_tokens", "steps_per_replay", "stop"],
         *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p", "trace"],
     ],
     "bench": [
-        *["as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
+        *["accept", "as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
         *["prefix_cache", "random_weights", "repeat", "steps_per_replay", "tokens", "trace"],
     ],
     "report": ["out", "trace"],
@@ -131,6 +131,11 @@ def test_inspect(shell: Shell, folder: Path) -> None:
     assert sizes["programs"] + sizes["weights"] + sizes["other"] == on_disk - manifest
     code, out, _ = shell("inspect", folder)
     assert code == 0 and "decode rows 1 2 4; extend tokens x rows 8x2 16x4" in out
+
+
+def test_inspect_tells_of_drafting(shell: Shell, tmp_path: Path) -> None:
+    seal_engine(tmp_path / "engine", build_spec(drafts=3))
+    assert "verify 3 drafts, rows 1 2 4; extend tokens" in shell("inspect", tmp_path / "engine")[1]
 
 
 def test_inspect_tells_that_weights_are_missing(shell: Shell, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ place that a step would read, and what nobody holds is full of NaN.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime.test_drafts_scheduler import least_ring, specs
 from runtime.test_serving import assert_right, cached, finish, finish_fairly, prompt_of, step
+from support.batch_rig import line, read_lines, write_lines
 from support.fake_spec import GRID, build_spec, tiny_tokenizer
 from support.fake_step import NON_FINITE_TOKEN, open_engine, run_oracle
 
 from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.runtime.batch import BatchRunner
+from inkling_engine.runtime.batch_progress import render
 from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import UsageError
 from inkling_engine.runtime.requests import Request
 from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.stats import StatsCollector, prometheus
+from inkling_engine.runtime.trace import read_events, tracing
 
 DEPTHS = (1, 2, 3, 4)
 WAYS = ((1, False), (1, True), (2, False), (2, True))
@@ -153,6 +158,43 @@ def test_a_stop_string_inside_an_accepted_run(steps: int, overlap: bool) -> None
         assert "".join(delta.text for delta in deltas) == expected[0][0].text
         drafts = engine.drafts
         assert drafts.tokens == drafts.rounds + sum(drafts.accepted)
+
+
+def test_a_batch_job_says_what_drafts_gave(tmp_path: Path) -> None:
+    """And takes `max_drafts` as a field: the answers are the same without."""
+    whole = [line(str(at), prompt=prompt_of(4, 0, at), max_tokens=9) for at in range(6)]
+    some = [one | {"body": {**one["body"], "max_drafts": at % 3}} for at, one in enumerate(whole)]
+    summaries, outputs = [], []
+    for name, spec, lines in (
+        ("plain", build_spec(), whole),
+        ("all", drafting(2), whole),
+        ("some", drafting(2), some),
+    ):
+        source, output = write_lines(tmp_path / name, lines), tmp_path / f"{name}.out"
+        runner = BatchRunner(open_engine(spec, tiny_tokenizer()))
+        summaries.append(runner.run(source, output))
+        outputs.append([one["response"]["body"]["choices"] for one in read_lines(output)])
+    assert outputs[0] == outputs[1] == outputs[2]
+    without, everything, less = summaries
+    assert "drafts" not in without
+    drafts = everything["drafts"]
+    assert drafts["tokens"] == drafts["rounds"] + sum(drafts["accepted"])
+    assert (
+        0 < drafts["tokens"] + everything["requests"]["total"] <= everything["tokens"]["completion"]
+    )
+    assert less["drafts"]["proposed"] < drafts["proposed"]
+    assert f"{drafts['acceptance_length']:.2f} tokens a round" in render(everything)
+
+
+def test_a_trace_tells_of_drafts(tmp_path: Path) -> None:
+    engine = open_engine(drafting(3))
+    with tracing(engine, tmp_path / "run.json"):
+        engine.generate([prompt_of(5), prompt_of(7)], plain(12))
+    replays = [e["args"] for e in read_events(tmp_path / "run.json") if e.get("cat") == "replay"]
+    assert sum(args["new_tokens"] for args in replays) == 24
+    drafted = sum(args["drafted"] for args in replays)
+    assert drafted >= sum(engine.drafts.proposed) >= sum(engine.drafts.accepted) > 0
+    assert all(args["tokens"] + args["drafted"] <= args["bucket_tokens"] for args in replays)
 
 
 def test_more_rounds_than_a_replay_may_have() -> None:
