@@ -59,12 +59,24 @@ def native_library() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fp32 engine of inkling-tiny as `compile-engine` makes it: one build a run, kept by
-    engine id from run to run in `$INKLING_ENGINE_TEST_ENGINES` if that names a folder."""
+    """The fp32 engine of inkling-tiny as `compile-engine` makes it."""
+    return _built("--decode-buckets 1,8 --extend-buckets 64,256", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with all four draft depths."""
+    options = "--spec-depth 4 --decode-buckets 4 --extend-buckets 256x4"
+    return _built(options, tmp_path_factory)
+
+
+def _built(options: str, folders: pytest.TempPathFactory) -> Path:
+    """One build of inkling-tiny a run, kept by engine id from run to run in
+    `$INKLING_ENGINE_TEST_ENGINES` if that names a folder."""
     kept = os.environ.get("INKLING_ENGINE_TEST_ENGINES")
-    where = Path(kept) if kept else tmp_path_factory.mktemp("engines")
+    where = Path(kept) if kept else folders.mktemp("engines")
     where.mkdir(parents=True, exist_ok=True)
-    command = "--model inkling-tiny --device cpu --decode-buckets 1,8 --extend-buckets 64,256"
-    done = compile_engine(*command.split(), "--jobs", 2, "--quiet", cwd=where)
+    command = ["--model", "inkling-tiny", "--device", "cpu", *options.split()]
+    done = compile_engine(*command, "--jobs", 2, "--quiet", cwd=where)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())

@@ -17,6 +17,7 @@ from support.draft_rig import (
     run_rounds,
     start_from_snapshot,
 )
+from support.programs import Programs
 from support.rig import Model, Traces, reference_step
 from support.stepper import convert
 
@@ -148,3 +149,19 @@ def test_many_depths_of_both_kinds(tmp_path: Path, native_library: Path) -> None
         request = Request(traces(prompt, new=30), slot=2)
         feed_prompt(rig, request, order)
         run_rounds(rig, request, order)
+
+
+def test_rounds_of_compiled_programs(drafting_engine: Path, trained_traces: Traces) -> None:
+    """Prompts on both sides of the window of 128; rows beside each other, with idle ones."""
+    programs, order = Programs(drafting_engine), random.Random(0)
+    rig = DraftRig(programs.model, programs.model, programs, 4, buckets=[*programs.entries])
+    live = [
+        Request(trained_traces(length, at=30 * slot, new=NEW, temperature=heat), slot)
+        for slot, (length, heat) in enumerate(((3, 0.0), (131, 0.7), (190, 0.0)), start=1)
+    ]
+    for request in live:
+        rig.extend((request, request.trace.prompt))
+    while going := [r for r in live if r.length + 1 + rig.drafts < len(r.trace.tokens)]:
+        chosen = order.sample(going, order.randint(1, len(going)))
+        rig.verify(*[Round(r, order.choice([None, *range(1 + rig.drafts)])) for r in chosen])
+    assert all(len(set(request.accepted)) > 2 for request in live)

@@ -61,13 +61,15 @@ class Request:
 @dataclass
 class DraftRig:
     """A drafting machine of `model`. Fresh runs are of `whole`, the same with chunks of any length;
-    `fresh` keeps the draft state of every sequence of tokens seen so far."""
+    `fresh` keeps the draft state of every sequence of tokens seen so far. Steps run in the first of
+    `buckets` that holds them, without any in one made for them."""
 
     model: Model
     whole: Model
     run: StepCode = native_step
     pages: int = 0
     tolerance: float = 0.0
+    buckets: Sequence[Bucket] = ()
     fresh: dict[tuple[float, ...], Tensors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class DraftRig:
         """One extend step: so many prompt tokens of each request, 0 for its root after the prompt."""
         chunks = [self._chunk(request, count) for request, count in batch]
         tokens = sum(chunk.count for chunk in chunks) + spare
-        bucket = Bucket(kind="extend", rows=len(chunks) + 1, tokens=tokens)
+        bucket = self._bucket(Bucket(kind="extend", rows=len(chunks) + 1, tokens=tokens))
         rows = self.rig.rows(bucket, chunks, {r.slot: r.source for r, _ in batch})
         for (request, _), line in zip(batch, rows["admit_ints"], strict=False):
             if not request.drafting:
@@ -91,7 +93,8 @@ class DraftRig:
     def verify(self, *rounds: Round, spare: int = 1) -> None:
         """One round in a bucket with `spare` inert rows."""
         rows, width = len(rounds) + spare, 1 + self.drafts
-        bucket = Bucket(kind="verify", rows=rows, tokens=rows * width, drafts=self.drafts)
+        made = Bucket(kind="verify", rows=rows, tokens=rows * width, drafts=self.drafts)
+        bucket = self._bucket(made)
         chunks = [self._round(item) for item in rounds]
         self.rig.machine.guess(chunks)
         guesses = [self.rig.pools["draft_tokens"][item.request.slot].tolist() for item in rounds]
@@ -130,6 +133,16 @@ class DraftRig:
             else:
                 equal = torch.equal(bits(other), bits(tensor))
             assert equal, f"{what} {name} differs"
+
+    def _bucket(self, made: Bucket) -> Bucket:
+        fitting = (
+            bucket
+            for bucket in self.buckets
+            if (bucket.kind, bucket.drafts) == (made.kind, made.drafts)
+            and bucket.rows >= made.rows
+            and bucket.tokens >= made.tokens
+        )
+        return next(fitting) if self.buckets else made
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         left = request.trace.prompt - request.length
@@ -186,7 +199,7 @@ class DraftRig:
             rig = Rig(self.whole, self.run, pages=3)
             fed = request.trace.tokens[: request.length]
             chunk = Chunk(1, 0, fed, admit=True, temperature=request.trace.temperature)
-            rig.step(Bucket(kind="extend", rows=1, tokens=len(fed)), [chunk])
+            rig.step(self._bucket(Bucket(kind="extend", rows=1, tokens=len(fed))), [chunk])
             self.fresh[key] = draft_state(rig, 1, request.length)
         return self.fresh[key]
 
