@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.drafting import DraftBatch
-from support.rounds import FIRST_SNAPSHOT, VOCAB, WAITING, Draw, Fed, history, plain
+from support.rounds import FIRST_SNAPSHOT, VOCAB, WAITING, Draw, Fed, altered, history, plain
 from torch import Tensor
 
 from inkling_engine.kernels import table
-from inkling_engine.kernels._op import use_references
+from inkling_engine.kernels._op import Op, use_references
+from inkling_engine.kernels.draft_commit import draft_commit
+from inkling_engine.kernels.draft_gather import draft_gather
+from inkling_engine.kernels.draft_metadata import draft_metadata
+from inkling_engine.kernels.draft_sample import draft_sample
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -117,3 +123,63 @@ def test_chunks_and_prefix_hits_draft_as_one_run(mode: Callable[[], nullcontext[
             run_chunks(fresh, drafts, chunks)
 
     run()
+
+
+def stale_rows(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+    """Rows behind the frontier are not run again."""
+    return call(a | {"lengths": a["lengths"] + a["drafts"] * (a["slots"] > 0).int()})
+
+
+def restless_rows(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+    """Rows that have ended draft on."""
+    state = a["request_state"].clone()
+    state[:, table.FINISH] = 0
+    return call(a | {"request_state": state})
+
+
+def late_hidden(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+    """The stash keeps the row before."""
+    return call(a | {"hidden": a["hidden"].roll(1, 0)})
+
+
+def early_noise(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+    """A guess is drawn with the noise of the position before."""
+    return call(a | {"lengths": a["lengths"] - 1})
+
+
+def no_scatter(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+    """Snapshots keep no stash."""
+    return call(a | {"destination_slots": torch.zeros_like(a["destination_slots"])})
+
+
+def own_stash(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+    """A row that starts from a snapshot reads its own slot."""
+    sources = a["sources"].clone()
+    sources[sources >= FIRST_SNAPSHOT] = 2
+    return call(a | {"sources": sources})
+
+
+FAULTS = [
+    (draft_metadata, stale_rows),
+    (draft_metadata, restless_rows),
+    (draft_metadata, own_stash),
+    (draft_gather, own_stash),
+    (draft_sample, early_noise),
+    (draft_commit, late_hidden),
+    (draft_commit, no_scatter),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "fault"), FAULTS, ids=lambda part: getattr(part, "__name__", "") or part.name
+)
+def test_planted_faults_are_seen(op: Op, fault: Callable[..., Any]) -> None:
+    warm = (0.7, 1.0, 0.0, 0.5, 0.0, 1.0)
+    draws = [Draw(7, seed=3, valid=0, floats=warm), Draw(2, seed=5, valid=0, max_tokens=5)]
+    prompt = Draw(0, 0, seed=8, floats=warm)
+    with use_references():
+        run_rounds(draws, 3, [3, 1, 2, 3])
+        run_chunks(prompt, 3, [5, 13, 4])
+        with altered(op, fault), pytest.raises((AssertionError, IndexError, RuntimeError)):
+            run_rounds(draws, 3, [3, 1, 2, 3])
+            run_chunks(prompt, 3, [5, 13, 4])

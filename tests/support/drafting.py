@@ -96,6 +96,7 @@ class DraftBatch(Batch):
             for row in phase.emits.nonzero().flatten().tolist():
                 guesses[row].append(int(t["draft_tokens"][int(phase.slots[row]), depth]))
         self._check(phase, gathered, guesses)
+        assert phase.lengths.tolist() == [max(0, n - drafts) for n in meta.lengths.tolist()]
         kept = t["request_state"], self.stash, self.recent, t["request_ints"]
         rows = phase.slots, phase.starts, phase.lengths, phase.destination_slots
         draft_commit(

@@ -6,7 +6,9 @@ that a verify step can be held to the plain step that emitted as many tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from inkling_engine.kernels import table
 from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.commit import commit
 from inkling_engine.kernels.sample import sample
 from inkling_engine.kernels.step_metadata import StepMeta, step_metadata
@@ -63,6 +66,26 @@ def model(draw: Draw, tokens: Sequence[int]) -> Tensor:
     if draw.broken == len(tokens) - 1:
         logits[3] = torch.nan
     return logits
+
+
+def altered(op: Op, change: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within the block the op's reference is `change`, which gets the right one and the arguments
+    by name."""
+    right = op.reference
+    names = list(inspect.signature(right).parameters)
+
+    def wrong(*values: Any) -> Any:
+        return change(lambda a: right(*a.values()), dict(zip(names, values, strict=True)))
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        object.__setattr__(op, "reference", wrong)
+        try:
+            yield
+        finally:
+            object.__setattr__(op, "reference", right)
+
+    return planted()
 
 
 @dataclass(frozen=True)
