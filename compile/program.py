@@ -58,9 +58,11 @@ def workspace(spec: EngineSpec, bucket: Bucket) -> int:
         shape.hidden, 2 * shape.expert_width
     )
     kind = max(shape.full, shape.local, key=lambda kind: kind.heads * kind.extent)
-    strips = kind.heads * 2 * (kind.extent + 128)  # relative bias of extend attention
-    widest = max(2 * shape.dense_width, experts, 2 * shape.hidden, strips)
-    return 4 * max(bucket.tokens * widest, 2 * bucket.rows * shape.vocab, 1 << 20)
+    # relative bias of extend attention: tiles of at most 128 lines, every row's last one short
+    lines = 2 * kind.heads * bucket.tokens + 128 * kind.kv_heads * (bucket.rows + 1)
+    strips = lines * (kind.extent + 256)
+    widest = max(2 * shape.dense_width, experts, 2 * shape.hidden)
+    return 4 * max(bucket.tokens * widest, strips, 2 * bucket.rows * shape.vocab, 1 << 20)
 
 
 def _prove(spec: EngineSpec, bucket: Bucket, package: Path) -> None:

@@ -133,7 +133,10 @@ def main(folder: Path, count: int, first: int, gap: float | None, steps_per_repl
             if at % 500 == 499:
                 click.echo(f"{at + 1} compared, {time.perf_counter() - start:.0f} s", err=True)
     lost = [name for name, account in accounts.items() if account.live]
-    click.echo(f"{count} requests, {verdict}; held: {lost}")
+    click.echo(
+        f"{count} requests: {verdict.wrong} differ, {verdict.close} met a gap under {verdict.gap},"
+        f" {verdict.compared} tokens compared; held: {lost}"
+    )
     allowed = 0 if exact else 0.01 * verdict.compared
     many = exact and verdict.close > 0.01 * count
     sys.exit(bool(verdict.wrong > allowed or lost or many))
