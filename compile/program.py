@@ -83,7 +83,8 @@ def _lower_aside(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntr
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        found = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        found = next((line for line in lines if "error:" in line), lines[-1])  # a compiler's first
         raise FailedError(f"lowering {program_name(bucket)}", found, "a program", "see the line")
     return msgspec.json.decode(entry.read_bytes(), type=ProgramEntry)
 
