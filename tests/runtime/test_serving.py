@@ -333,9 +333,8 @@ def test_any_traffic_in_tiny_pools_gives_solo_results(
         elif kind == "abort" and requests:
             engine.abort(requests[first % len(requests)])
         elif kind == "preempt":
-            scheduler = engine.scheduler
-            if running_ones := [*scheduler.prefilling, *scheduler.decoding]:
-                scheduler.preempt(running_ones[first % len(running_ones)])
+            if inside := engine.scheduler.prefilling + engine.scheduler.decoding:
+                engine.scheduler.preempt(inside[first % len(inside)])
         else:
             step(engine)
     finish_fairly(engine, requests)
