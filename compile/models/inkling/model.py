@@ -21,6 +21,7 @@ from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.rmsnorm import rmsnorm
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.step_metadata import StepMeta
@@ -104,25 +105,14 @@ class Decoder:
 
     def _experts(self, y_TH: Tensor, i: int) -> Tensor:
         w, s = self.weights, self.shape
-        chosen_TK, weights_TK, places_TE = router(
-            y_TH,
-            w[f"layers.{i}.gate_weight"],
-            w[f"layers.{i}.gate_bias"],
-            w[f"layers.{i}.gate_scale"],
-            self.meta.starts,
-            s.experts_per_token,
-            s.shared_experts,
-            s.route_scale,
-        )
-        m_TH: Tensor = experts(
-            y_TH,
-            w[f"layers.{i}.experts_w13"],
-            w[f"layers.{i}.experts_w2"],
-            chosen_TK,
-            weights_TK,
-            places_TE,
-            self.meta.starts,
-        )
+        gate = tuple(w[f"layers.{i}.gate_{name}"] for name in ("weight", "bias", "scale"))
+        w13, w2 = w[f"layers.{i}.experts_w13"], w[f"layers.{i}.experts_w2"]
+        starts, sizes = self.meta.starts, (s.experts_per_token, s.shared_experts, s.route_scale)
+        if y_TH.shape[0] == 1:
+            m_TH: Tensor = moe(y_TH, *gate, w13, w2, starts, *sizes)
+            return m_TH
+        chosen_TK, weights_TK, places_TE = router(y_TH, *gate, starts, *sizes)
+        m_TH = experts(y_TH, w13, w2, chosen_TK, weights_TK, places_TE, starts)
         return m_TH
 
     def _boundary(
