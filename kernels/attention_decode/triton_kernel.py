@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
+from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp, window_at
 from inkling_engine.kernels._triton import (
     INTERPRETED,
     CompileCase,
@@ -110,7 +110,8 @@ def attend(
 
 @triton.jit
 def visible(distance, WINDOW: tl.constexpr):
-    return (distance >= 0) & (distance < WINDOW) if WINDOW > 0 else distance >= 0
+    """Keys before the newest that the query may see."""
+    return (distance > 0) & (distance < WINDOW) if WINDOW > 0 else distance > 0
 
 
 @triton.jit
@@ -163,31 +164,90 @@ def merge_splits(
 
 
 @triton.jit
+def keep_window(to, moved, z0, z1, z2, z3, mask, WIDTH: tl.constexpr):
+    """Write the last three inputs: z1, z2, z3, or z0, z1, z2 if the window has not `moved` on."""
+    tl.store(to, tl.where(moved, z1, z0), mask)
+    tl.store(to + WIDTH, tl.where(moved, z2, z1), mask)
+    tl.store(to + 2 * WIDTH, tl.where(moved, z3, z2), mask)
+
+
+@triton.jit
+def queries(
+    qkvr, q_norm, line, g, d, c, tau, eps, dtype: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, REL: tl.constexpr, KV: tl.constexpr, HEADS: tl.constexpr, head,
+):  # fmt: skip
+    """Normalised queries [G, D] and relative vectors [G, c] f32 of a kv head, both times tau."""
+    mine = (g < GROUP)[:, None]
+    h = head * GROUP + g[:, None]
+    x = tl.load(qkvr + line + h * DIM + d[None, :], mine & (d < DIM)[None, :], other=0.0)
+    x = x.to(tl.float32)
+    gain = tl.load(q_norm + d, d < DIM, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    y = x * scale[:, None] * gain[None, :] * tau
+    at = qkvr + line + (HEADS * DIM + KV) + h * REL + c[None, :]
+    r = tl.load(at, mine & (c < REL)[None, :], other=0.0).to(tl.float32) * tau
+    return y.to(dtype), r
+
+
+@triton.jit
+def convolved(x, z0, z1, z2, kv_conv, channel, mask):
+    """The short convolution of one token, as the prologue sums it."""
+    y = x.to(tl.float32)
+    y += tl.load(kv_conv + channel * 4 + 3, mask, other=0.0) * y
+    y += tl.load(kv_conv + channel * 4, mask, other=0.0) * z0.to(tl.float32)
+    y += tl.load(kv_conv + channel * 4 + 1, mask, other=0.0) * z1.to(tl.float32)
+    y += tl.load(kv_conv + channel * 4 + 2, mask, other=0.0) * z2.to(tl.float32)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def start(newest, scores, v, PARTS: tl.constexpr):
+    """Softmax state before the older keys: the newest key with its scores [M], or nothing."""
+    maximum = tl.where(newest, scores, -1e30)
+    output = tl.zeros((scores.shape[0], v.shape[0]), tl.float32)
+    output += tl.where(newest, v.to(tl.float32), 0.0)[None, :]
+    if PARTS > 1:
+        first = (tl.arange(0, PARTS) == 0)[:, None]
+        maximum = tl.where(first, maximum[None, :], -1e30)
+        output = tl.where(first[:, :, None], output[None, :, :], 0.0)
+    return maximum, tl.where(maximum > -1e30, 1.0, 0.0), output
+
+
+@triton.jit
 def decode_kernel(
-    q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
-    tokens, rows, lines, pages, layer,
+    qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts, lengths,
+    destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats, flags,
+    tokens, rows, lines, pages, pool_slots, layer, log_alpha, eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
+    FLOOR: tl.constexpr, DESTINATIONS: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICES: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    KV: tl.constexpr = 2 * KV_HEADS * DIM
     SOME: tl.constexpr = BLOCK // PARTS
     SCALE: tl.constexpr = 1.4426950408889634 / DIM
+    # A compiled program passes them in double precision.
+    eps, log_alpha = tl.cast(eps, tl.float32), tl.cast(log_alpha, tl.float32)
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     of = tl.minimum(row, rows - 1)
     token = clamp(tl.load(starts + of), 0, tokens)
     count = clamp(tl.load(starts + of + 1), token, tokens) - token
     live = tl.load(starts + rows)
-    position = clamp(tl.load(lengths + of), 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
-    table = table_line(page_table, tl.load(slots + of), lines, TABLE)
+    length, slot, source = tl.load(lengths + of), tl.load(slots + of), tl.load(sources + of)
+    position = clamp(length, 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
+    location = tl.load(locations + tl.minimum(token, tokens - 1))
+    table = table_line(page_table, slot, lines, TABLE)
     low = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
     first = low // BLOCK
     last = position // BLOCK + 1
     share = tl.maximum(tl.cdiv(last - first, SPLITS), LEAST)
     active = tl.cdiv(last - first, share)
+    mine = (row < rows) & (count > 0) & (split < active)
+    newest = mine & (split == active - 1)
     first += split * share
     last = tl.minimum(first + share, last)
     # Keys descend, so that their distances ascend and slices of the bank are read forwards.
@@ -200,10 +260,33 @@ def decode_kernel(
         anchor = BLOCK - SOME - tl.arange(0, PARTS)[:, None] * SOME
     page = page_of(table, first, anchor, PAGE, TABLE, BLOCK)
     following = bank_slice(rel_proj, position - first * BLOCK - n, REL, RELS, EXTENT)
-    follow()  # only query, r and the newest key and value come from the launch before
+    g, d, c = tl.arange(0, GROUPS), tl.arange(0, DIMS), tl.arange(0, RELS)
+    axis: tl.constexpr = len(n.shape)
+    if SINGLE:
+        distance = position - first * BLOCK - n
+        where = key_pointers(
+            kv_pool, page, first, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
+        )
+        read = tl.expand_dims(visible(distance, WINDOW), axis) & (d < tl.where(mine, DIM, 0))
+        k = tl.load(where, read, other=0.0)
+        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
+    # The newest key and value, and the state that they leave: the last split's.
+    inside = d < tl.where(newest, DIM, 0)
+    k_channel, v_channel = head * DIM + d, (KV_HEADS + head) * DIM + d
+    held = d < tl.where(newest & (length > 0), DIM, 0)
+    old = window_at(conv_pool, layer, pool_slots, source, KV)
+    k0 = tl.load(old + k_channel, held, other=0.0)
+    k1 = tl.load(old + KV + k_channel, held, other=0.0)
+    k2 = tl.load(old + 2 * KV + k_channel, held, other=0.0)
+    v0 = tl.load(old + v_channel, held, other=0.0)
+    v1 = tl.load(old + KV + v_channel, held, other=0.0)
+    v2 = tl.load(old + 2 * KV + v_channel, held, other=0.0)
+    nearest = tl.load(rel_proj + tl.minimum(c, REL - 1) * EXTENT).to(tl.float32)
+    tau = tl.full((), 1.0, tl.float32)
+    if FLOOR > 0:
+        tau += log_alpha * tl.log(tl.maximum((length + 1).to(tl.float32) / FLOOR, 1.0))
+    follow()  # only the token's q, k, v, r come from the launch before
 
-    g = tl.arange(0, GROUPS)
-    d = tl.arange(0, DIMS)
     heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
     at = (head * GROUP + g)[:, None] * DIM + d[None, :]
     if (row >= live) & (split == 0):  # the program also clears the padded token of its number
@@ -212,30 +295,25 @@ def decode_kernel(
     if (row >= rows) | (count == 0) | (split >= active):
         return
 
-    line = tl.cast(token, tl.int64) * HEADS
-    query = tl.load(q + line * DIM + at, heads, other=0.0)
-    c = tl.arange(0, RELS)
-    relative = r + (line + head * GROUP + g)[:, None] * REL + c[None, :]
-    relative = tl.load(relative, (g < GROUP)[:, None] & (c < REL)[None, :], other=0.0)
-    axis: tl.constexpr = len(n.shape)
-    if PARTS == 1:
-        maximum = tl.full((GROUPS,), -1e30, tl.float32)
-        output = tl.zeros((GROUPS, DIMS), tl.float32)
-    else:
+    line = tl.cast(token, tl.int64) * (HEADS * (DIM + REL) + KV)
+    query, relative = queries(
+        qkvr, q_norm, line, g, d, c, tau, eps, out.dtype.element_ty, GROUP, DIM, REL, KV, HEADS,
+        head,
+    )  # fmt: skip
+    k_in = tl.load(qkvr + line + HEADS * DIM + k_channel, inside, other=0.0)
+    v_in = tl.load(qkvr + line + HEADS * DIM + v_channel, inside, other=0.0)
+    k_new = convolved(k_in, k0, k1, k2, kv_conv, k_channel, inside).to(tl.float32)
+    v_new = convolved(v_in, v0, v1, v2, kv_conv, v_channel, inside)
+    gain = tl.load(k_norm + d, inside, other=0.0).to(tl.float32)
+    k_new = (k_new * tl.rsqrt(tl.sum(k_new * k_new, axis=0) / DIM + eps) * gain).to(k_in.dtype)
+    scores = tl.sum(query.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1)
+    scores += tl.sum(relative * nearest[None, :], axis=1) * DIM
+    maximum, total, output = start(newest, scores * SCALE, v_new, PARTS)
+    if PARTS > 1:
         query = tl.broadcast_to(query[None, :, :], (PARTS, GROUPS, DIMS))
         relative = tl.broadcast_to(relative[None, :, :], (PARTS, GROUPS, RELS))
-        maximum = tl.full((PARTS, GROUPS), -1e30, tl.float32)
-        output = tl.zeros((PARTS, GROUPS, DIMS), tl.float32)
-    total = tl.zeros_like(maximum)
     r_high, r_low = two_parts(relative * DIM, rel_proj.dtype.element_ty)
     if SINGLE:
-        distance = position - first * BLOCK - n
-        where = key_pointers(
-            kv_pool, page, first, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
-        )
-        k = tl.load(where, d < DIM, other=0.0)
-        read = tl.expand_dims(visible(distance, WINDOW), axis) & (d < DIM)
-        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
         maximum, total, output = attend(
             query, r_high, r_low, following, k, v, distance, maximum, total, output,
             SCALE, EXTENT, WINDOW,
@@ -256,13 +334,30 @@ def decode_kernel(
                 query, r_high, r_low, bank, k, v, distance, maximum, total, output,
                 SCALE, EXTENT, WINDOW,
             )  # fmt: skip
+    if newest:
+        cell = tl.cast(layer // LAYER_UNIT, tl.int64) * pages + clamp(location // PAGE, 0, pages - 1)
+        cell = (cell * (2 * KV_HEADS) + head) * PAGE + location % PAGE
+        tl.store(kv_pool + cell * DIM + d, k_new, inside)
+        tl.store(kv_pool + (cell + KV_HEADS * PAGE) * DIM + d, v_new, inside)
+        for j in range(DESTINATIONS):
+            to = tl.load(destination_slots + of * DESTINATIONS + j)
+            if to != 0:
+                whole = tl.load(destination_offsets + of * DESTINATIONS + j) > 0
+                copy = window_at(conv_pool, layer, pool_slots, to, KV)
+                keep_window(copy + k_channel, whole, k0, k1, k2, k_in, inside, KV)
+                keep_window(copy + v_channel, whole, v0, v1, v2, v_in, inside, KV)
+        new = window_at(conv_pool, layer, pool_slots, slot, KV)
+        tl.debug_barrier()  # every thread has read the old window, which may be the same slot's
+        keep_window(new + k_channel, True, k0, k1, k2, k_in, inside, KV)
+        keep_window(new + v_channel, True, v0, v1, v2, v_in, inside, KV)
     if PARTS > 1:
         maximum, total, output = merge_parts(maximum, total, output, GROUP)
     g = tl.arange(0, maximum.shape[0])
     heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
     at = (head * GROUP + g)[:, None] * DIM + d[None, :]
+    line = tl.cast(token, tl.int64) * (HEADS * DIM)
     if (SPLITS == 1) | (active == 1):
-        tl.store(out + line * DIM + at, (output / total[:, None]).to(out.dtype.element_ty), heads)
+        tl.store(out + line + at, (output / total[:, None]).to(out.dtype.element_ty), heads)
     if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
         if active > 1:
             # Scratch is the row's, not its token's: so no two rows share flags, on garbage either.
@@ -280,42 +375,58 @@ def decode_kernel(
             if place < mergers:
                 merge_splits(
                     partial + cell * (SPLITS * DIM), stats + cell * (SPLITS * 2),
-                    flag + place * SPLITS, out + (line + head * GROUP) * DIM, active, place,
+                    flag + place * SPLITS, out + line + head * GROUP * DIM, active, place,
                     mergers, GROUP, DIM, DIMS, SPLITS, PADDED, SLICES, SLICE,
                 )  # fmt: skip
 
 
 def attention_decode(
-    q: Tensor,
-    r: Tensor,
-    rel_proj: Tensor,
+    qkvr: Tensor,
+    kv_conv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
     kv_pool: Tensor,
-    page_table: Tensor,
+    conv_pool: Tensor,
+    positions: Tensor,
+    token_rows: Tensor,
+    locations: Tensor,
     slots: Tensor,
+    sources: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    destination_slots: Tensor,
+    destination_offsets: Tensor,
+    rel_proj: Tensor,
+    page_table: Tensor,
     layer: int,
+    heads: int,
     window: int,
+    log_floor: int,
+    log_alpha: float,
+    eps: float,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
-    (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
-    (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
-    group, wide = heads // kv_heads, q.dtype == torch.float32
+    tokens, (rel, extent), rows = qkvr.shape[0], rel_proj.shape, slots.shape[0]
+    (lines, table), (pages, _, kv_heads, page, dim) = page_table.shape, kv_pool.shape[1:]
+    group, wide = heads // kv_heads, qkvr.dtype == torch.float32
     config = configure(tokens, kv_heads, table * page, window, wide)
     slices = min(config.slices, triton.next_power_of_2(group))
     mergers = 1 if INTERPRETED else slices  # the interpreter runs one program after another
-    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    out = qkvr.new_empty(tokens, heads * dim)
     share = (tokens, heads, config.splits) if config.splits > 1 else (1, 1, 1)
-    partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
-    stats = torch.empty((*share, 2), dtype=torch.float32, device=q.device)
-    flags = torch.empty((*share, mergers), dtype=torch.int64, device=q.device)
+    partial = qkvr.new_empty(*share, dim, dtype=torch.float32)
+    stats = qkvr.new_empty(*share, 2, dtype=torch.float32)
+    flags = qkvr.new_empty(*share, mergers, dtype=torch.int64)
     launchable(decode_kernel)[(config.splits, kv_heads, tokens)](
-        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
-        tokens, rows, lines, pages, LAYER_UNIT.value * layer,
+        qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts,
+        lengths, destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats,
+        flags, tokens, rows, lines, pages, conv_pool.shape[1], LAYER_UNIT.value * layer, log_alpha,
+        eps,
         KV_HEADS=kv_heads, GROUP=group, GROUPS=max(16, triton.next_power_of_2(group)),
         DIM=dim, DIMS=max(16, triton.next_power_of_2(dim)),
         REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
-        EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
+        EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table, FLOOR=log_floor,
+        DESTINATIONS=destination_slots.shape[1],
         SPLITS=config.splits, LEAST=config.least, BLOCK=config.block, PARTS=config.parts,
         SINGLE=config.single, PADDED=triton.next_power_of_2(config.splits), MERGERS=mergers,
         SLICES=slices, SLICE=triton.next_power_of_2(group) // slices,
@@ -336,19 +447,30 @@ def compile_cases() -> list[CompileCase]:
         (1, 1, 512, 42),
         (128, 1, 512, 42),
     ):
-        heads = 4 * kv_heads
+        heads, kv = 4 * kv_heads, 2 * kv_heads * dim
+        lines = [meta(rows, dtype=i32) for _ in range(4)]
         cases += launches(
             f"decode-r{rows}-kv{kv_heads}-w{window}",
             attention_decode,
-            meta(rows, heads, dim),
-            meta(rows, heads, rel, dtype=torch.float32),
-            meta(rel, window or 1024),
+            meta(rows, heads * (dim + rel) + kv),
+            meta(kv, 4, dtype=torch.float32),
+            meta(dim),
+            meta(dim),
             meta(7, 8192, 2, kv_heads, page, dim),
-            meta(129, table, dtype=i32),
-            meta(rows, dtype=i32),
+            meta(7, 160, 3, kv),
+            *lines[:2],
+            meta(rows, dtype=torch.int64),
+            *lines[2:],
             meta(rows + 1, dtype=i32),
             meta(rows, dtype=i32),
+            *(meta(rows, 1, dtype=i32) for _ in range(2)),
+            meta(rel, window or 1024),
+            meta(129, table, dtype=i32),
             3,
+            heads,
             window,
+            0 if window else 128000,
+            0.1,
+            1e-6,
         )
     return cases

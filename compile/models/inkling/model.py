@@ -62,8 +62,8 @@ class Decoder:
         w, s, meta = self.weights, self.shape, self.meta
         local, geometry, layer = s.is_local(i), s.kind(i), s.index_in_kind(i)
         name = "window" if local else "full"
-        kv_pool = self.pools[f"kv_{name}"]
-        q_TND, r_TN16 = attention_prologue(
+        kv_pool, table = self.pools[f"kv_{name}"], self.pools[f"{name}_table"]
+        prologue = (
             linear(x_TH, w[f"layers.{i}.qkvr"]),
             w[f"layers.{i}.kv_conv"],
             w[f"layers.{i}.q_norm"],
@@ -74,25 +74,16 @@ class Decoder:
             meta.token_rows,
             meta.window_locations if local else meta.full_locations,
             *self._rows(),
-            layer,
-            geometry.heads // self.world,
-            0 if local else s.log_floor,
-            s.log_alpha,
-            s.eps,
         )
-        attend = attention_decode if kind == "decode" else attention_extend
-        o_TC = attend(
-            q_TND,
-            r_TN16,
-            w[f"layers.{i}.rel_proj"],
-            kv_pool,
-            self.pools[f"{name}_table"],
-            meta.slots,
-            meta.starts,
-            meta.lengths,
-            layer,
-            geometry.window,
-        )
+        bank, heads = w[f"layers.{i}.rel_proj"], geometry.heads // self.world
+        scaling = (0 if local else s.log_floor, s.log_alpha, s.eps)
+        if kind == "decode":
+            sizes = (layer, heads, geometry.window, *scaling)
+            o_TC = attention_decode(*prologue, bank, table, *sizes)
+        else:
+            q_TND, r_TN16 = attention_prologue(*prologue, layer, heads, *scaling)
+            state = kv_pool, table, meta.slots, meta.starts, meta.lengths
+            o_TC = attention_extend(q_TND, r_TN16, bank, *state, layer, geometry.window)
         a_TH: Tensor = linear(o_TC, w[f"layers.{i}.o"])
         return a_TH
 
