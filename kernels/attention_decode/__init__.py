@@ -12,9 +12,7 @@ from inkling_engine.kernels._op import define
 from inkling_engine.kernels.attention_decode import reference
 
 
-def _fake(
-    qkvr: Tensor, kv_conv: Tensor, q_norm: Tensor, *arguments: Tensor | int | float
-) -> Tensor:
+def _fake(qkvr: Tensor, kv_conv: Tensor, q_norm: Tensor, *arguments: Tensor | float) -> Tensor:
     heads = arguments[-5]
     assert isinstance(heads, int)
     return qkvr.new_empty(qkvr.shape[0], heads * q_norm.shape[0])

@@ -335,7 +335,9 @@ def decode_kernel(
                 SCALE, EXTENT, WINDOW,
             )  # fmt: skip
     if newest:
-        cell = tl.cast(layer // LAYER_UNIT, tl.int64) * pages + clamp(location // PAGE, 0, pages - 1)
+        cell = tl.cast(layer // LAYER_UNIT, tl.int64) * pages + clamp(
+            location // PAGE, 0, pages - 1
+        )
         cell = (cell * (2 * KV_HEADS) + head) * PAGE + location % PAGE
         tl.store(kv_pool + cell * DIM + d, k_new, inside)
         tl.store(kv_pool + (cell + KV_HEADS * PAGE) * DIM + d, v_new, inside)

@@ -13,7 +13,7 @@ from inkling_engine.kernels._op import define
 from inkling_engine.kernels.moe import reference
 
 
-def _fake(y: Tensor, *_: Tensor | int | float) -> Tensor:
+def _fake(y: Tensor, *_: Tensor | float) -> Tensor:
     return torch.empty_like(y)
 
 
