@@ -113,6 +113,7 @@ def boundary_kernel(
     tokens, rows, pool_slots, layer, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, HOLD: tl.constexpr,
     ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr,
+    DESTINED: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
@@ -145,7 +146,11 @@ def boundary_kernel(
     at = tl.cast(first, tl.int64) * WIDTH
     inputs = x + at
     old = window_at(conv_pool, layer, pool_slots, source, WIDTH)
+    wanted = tl.full((), 1, tl.int32)
     if ALONE:  # only x comes from the launch before
+        j = tl.arange(0, DESTINED)
+        lines = destination_slots + row * DESTINATIONS + j
+        wanted = tl.max(tl.load(lines, j < DESTINATIONS, other=0))
         some = channels < tl.where(count > 0, WIDTH, 0)
         carried = tl.load(residual + at + channels, some, other=0.0)
     z0 = history(old, held, inputs, first, 0, channels, WIDTH)
@@ -163,10 +168,11 @@ def boundary_kernel(
         if not ALONE:
             carried = tl.load(residual + at + channels, some, other=0.0)
     if row_count > 0:
-        save_snapshots(
-            old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,
-            pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
-        )  # fmt: skip
+        if wanted != 0:
+            save_snapshots(
+                old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,
+                pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
+            )  # fmt: skip
         new = window_at(conv_pool, layer, pool_slots, new_slot, WIDTH) + channels
         tl.debug_barrier()  # every thread has read the old window, which may be the same slot's
         tl.store(new, n0, mask)
@@ -232,6 +238,7 @@ def boundary(
         tokens, rows, conv_pool.shape[1], LAYER_UNIT.value * layer, eps,
         WIDTH=width, BLOCK=config.block, STRIP=config.strip, HOLD=config.hold, ALONE=alone,
         STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1],
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]),
         num_warps=config.warps,
     )  # fmt: skip
     return hidden, normed
