@@ -286,9 +286,8 @@ def attention_decode(
     """Attention output [T, Nq * D]; see the package docstring."""
     tokens, (rel, extent), rows = qkvr.shape[0], rel_proj.shape, slots.shape[0]
     (lines, table), (pages, _, kv_heads, page, dim) = page_table.shape, kv_pool.shape[1:]
-    group = heads // kv_heads
     config = configure(tokens, kv_heads, table * page, window, qkvr.dtype == torch.float32)
-    slices = min(config.slices, triton.next_power_of_2(group))
+    slices = min(config.slices, triton.next_power_of_2(heads // kv_heads))
     mergers = 1 if INTERPRETED else slices  # the interpreter runs one program after another
     out, scratch = qkvr.new_empty(tokens, heads * dim), kv_conv.new_empty
     share = (tokens, heads, config.splits) if config.splits > 1 else (1, 1, 1)
@@ -298,14 +297,14 @@ def attention_decode(
         qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts,
         lengths, destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats,
         flags, tokens, rows, lines, pages, conv_pool.shape[1], LAYER_UNIT.value * layer, log_alpha,
-        eps, KV_HEADS=kv_heads, GROUP=group, GROUPS=max(16, triton.next_power_of_2(group)),
-        DIM=dim, DIMS=max(16, triton.next_power_of_2(dim)),
-        REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
+        eps, KV_HEADS=kv_heads, GROUP=heads // kv_heads,
+        GROUPS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, REL=rel,
+        DIMS=max(16, triton.next_power_of_2(dim)), RELS=max(16, triton.next_power_of_2(rel)),
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table, FLOOR=log_floor,
         DESTINATIONS=destination_slots.shape[1], SPLITS=config.splits, LEAST=config.least,
-        BLOCK=config.block, PARTS=config.parts, SINGLE=config.single,
-        PADDED=triton.next_power_of_2(config.splits), MERGERS=mergers,
-        SLICES=slices, SLICE=triton.next_power_of_2(group) // slices,
+        BLOCK=config.block, PARTS=config.parts, SINGLE=config.single, MERGERS=mergers,
+        PADDED=triton.next_power_of_2(config.splits), SLICES=slices,
+        SLICE=triton.next_power_of_2(heads // kv_heads) // slices,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
