@@ -119,7 +119,8 @@ def held_rows(held_bytes: int, row: int, most: int) -> int:
     H200, router and experts of inkling-small at TP 8: 17.4 us; 19.1 with half of UP_BYTES, 18.9
     with twice as much, 17.8 with twice DOWN_BYTES, 19.3 with 8 warps; 22.4 as two ops.
     """
-    return min(max(1, held_bytes // row), triton.next_power_of_2(most))
+    rows: int = triton.next_power_of_2(most)
+    return min(max(1, held_bytes // row), rows)
 
 
 def moe(
