@@ -97,16 +97,18 @@ def keep_window(to, moved, z0, z1, z2, z3, mask, WIDTH: tl.constexpr):
 @triton.jit
 def keep_windows(
     k0, k1, k2, k3, k_channel, v0, v1, v2, v3, v_channel, mask, conv_pool, layer, pool_slots,
-    slot, destination_slots, destination_offsets, WIDTH: tl.constexpr, DESTINATIONS: tl.constexpr,
+    slot, wanted, destination_slots, destination_offsets, row, WIDTH: tl.constexpr,
+    DESTINATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Write the windows of k and v to the row's slot and to its snapshots' (lines of the row)."""
-    for j in range(DESTINATIONS):
-        to = tl.load(destination_slots + j)
-        if to != 0:
-            moved = tl.load(destination_offsets + j) > 0
-            copy = window_at(conv_pool, layer, pool_slots, to, WIDTH)
-            keep_window(copy + k_channel, moved, k0, k1, k2, k3, mask, WIDTH)
-            keep_window(copy + v_channel, moved, v0, v1, v2, v3, mask, WIDTH)
+    """Write the windows of k and v to the row's slot and to its snapshots'."""
+    if wanted:
+        for j in range(DESTINATIONS):
+            to = tl.load(destination_slots + row * DESTINATIONS + j)
+            if to != 0:
+                moved = tl.load(destination_offsets + row * DESTINATIONS + j) > 0
+                copy = window_at(conv_pool, layer, pool_slots, to, WIDTH)
+                keep_window(copy + k_channel, moved, k0, k1, k2, k3, mask, WIDTH)
+                keep_window(copy + v_channel, moved, v0, v1, v2, v3, mask, WIDTH)
     new = window_at(conv_pool, layer, pool_slots, slot, WIDTH)
     tl.debug_barrier()  # every thread has read the old window, which may be the same slot's
     keep_window(new + k_channel, True, k0, k1, k2, k3, mask, WIDTH)

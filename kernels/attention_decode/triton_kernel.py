@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp, window_at
+from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp, wants_snapshots, window_at
 from inkling_engine.kernels._triton import (
     INTERPRETED,
     CompileCase,
@@ -142,7 +142,7 @@ def decode_kernel(
     tokens, rows, lines, pages, pool_slots, layer, log_alpha, eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
-    FLOOR: tl.constexpr, DESTINATIONS: tl.constexpr,
+    FLOOR: tl.constexpr, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -192,6 +192,7 @@ def decode_kernel(
     old = window_at(conv_pool, layer, pool_slots, source, KV)
     k0, k1, k2 = window_inputs(old, k_channel, held, KV)
     v0, v1, v2 = window_inputs(old, v_channel, held, KV)
+    wanted = wants_snapshots(destination_slots, of, DESTINATIONS, DESTINED)
     nearest = tl.load(rel_proj + tl.minimum(c, REL - 1) * EXTENT).to(tl.float32)
     follow()  # only the token's q, k, v, r come from the launch before
 
@@ -216,6 +217,14 @@ def decode_kernel(
     maximum, total, output = first_state(
         newest, query, relative, k_new, v_new, nearest, DIM, SCALE, PARTS
     )
+    if newest:
+        keep_key_value(
+            k_new, v_new, d, inside, kv_pool, location, layer, pages, head, KV_HEADS, PAGE, DIM
+        )
+        keep_windows(
+            k0, k1, k2, k3, k_channel, v0, v1, v2, v3, v_channel, inside, conv_pool, layer,
+            pool_slots, slot, wanted, destination_slots, destination_offsets, of, KV, DESTINATIONS,
+        )  # fmt: skip
     if PARTS > 1:
         query = tl.broadcast_to(query[None, :, :], (PARTS, GROUPS, DIMS))
         relative = tl.broadcast_to(relative[None, :, :], (PARTS, GROUPS, RELS))
@@ -240,16 +249,6 @@ def decode_kernel(
                 query, r_high, r_low, bank, k, v, distance, maximum, total, output,
                 SCALE, EXTENT, WINDOW,
             )  # fmt: skip
-    if newest:
-        keep_key_value(
-            k_new, v_new, d, inside, kv_pool, location, layer, pages, head, KV_HEADS, PAGE, DIM
-        )
-        at = of * DESTINATIONS
-        to_slots, to_offsets = destination_slots + at, destination_offsets + at
-        keep_windows(
-            k0, k1, k2, k3, k_channel, v0, v1, v2, v3, v_channel, inside, conv_pool, layer,
-            pool_slots, slot, to_slots, to_offsets, KV, DESTINATIONS,
-        )  # fmt: skip
     if PARTS > 1:
         maximum, total, output = merge_parts(maximum, total, output, GROUP)
     finish(
@@ -302,7 +301,7 @@ def attention_decode(
         DIMS=max(16, triton.next_power_of_2(dim)), RELS=max(16, triton.next_power_of_2(rel)),
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table, FLOOR=log_floor,
         DESTINATIONS=destination_slots.shape[1], SPLITS=config.splits, LEAST=config.least,
-        BLOCK=config.block, PARTS=config.parts, SINGLE=config.single, MERGERS=mergers,
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), BLOCK=config.block, PARTS=config.parts, SINGLE=config.single, MERGERS=mergers,
         PADDED=triton.next_power_of_2(config.splits), SLICES=slices,
         SLICE=triton.next_power_of_2(heads // kv_heads) // slices,
         num_warps=config.warps, num_stages=config.stages,

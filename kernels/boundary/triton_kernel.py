@@ -23,6 +23,7 @@ from inkling_engine.kernels._conv_triton import (
     clamp,
     row_input,
     save_snapshots,
+    wants_snapshots,
     window_at,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
@@ -146,11 +147,8 @@ def boundary_kernel(
     at = tl.cast(first, tl.int64) * WIDTH
     inputs = x + at
     old = window_at(conv_pool, layer, pool_slots, source, WIDTH)
-    wanted = tl.full((), 1, tl.int32)
+    wanted = wants_snapshots(destination_slots, row, DESTINATIONS, DESTINED)
     if ALONE:  # only x comes from the launch before
-        j = tl.arange(0, DESTINED)
-        lines = destination_slots + row * DESTINATIONS + j
-        wanted = tl.max(tl.load(lines, j < DESTINATIONS, other=0))
         some = channels < tl.where(count > 0, WIDTH, 0)
         carried = tl.load(residual + at + channels, some, other=0.0)
     z0 = history(old, held, inputs, first, 0, channels, WIDTH)
@@ -168,7 +166,7 @@ def boundary_kernel(
         if not ALONE:
             carried = tl.load(residual + at + channels, some, other=0.0)
     if row_count > 0:
-        if wanted != 0:
+        if wanted:
             save_snapshots(
                 old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,
                 pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
