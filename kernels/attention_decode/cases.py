@@ -26,8 +26,8 @@ _STEPS = (
 
 
 def cases() -> list[Case]:
-    """Lengths at block, window and extent edges, inert rows, rings of pages, big heads, many splits,
-    snapshots; tau in full layers."""
+    """Lengths at block, window and extent edges, inert rows, rings of pages, big heads, many
+    splits, snapshots; tau in full layers."""
     dtypes = (torch.float32, torch.bfloat16)
     return [_case(*step, dtype) for step in _STEPS for dtype in dtypes]
 

@@ -141,8 +141,9 @@ def decode_kernel(
     destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats, flags,
     tokens, rows, lines, pages, pool_slots, layer, log_alpha, eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
-    FLOOR: tl.constexpr, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr,
+    DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr, FLOOR: tl.constexpr,
+    DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -285,25 +286,25 @@ def attention_decode(
     """Attention output [T, Nq * D]; see the package docstring."""
     tokens, (rel, extent), rows = qkvr.shape[0], rel_proj.shape, slots.shape[0]
     (lines, table), (pages, _, kv_heads, page, dim) = page_table.shape, kv_pool.shape[1:]
+    group = triton.next_power_of_2(heads // kv_heads)
     config = configure(tokens, kv_heads, table * page, window, qkvr.dtype == torch.float32)
-    slices = min(config.slices, triton.next_power_of_2(heads // kv_heads))
+    slices = min(config.slices, group)
     mergers = 1 if INTERPRETED else slices  # the interpreter runs one program after another
-    out, scratch = qkvr.new_empty(tokens, heads * dim), kv_conv.new_empty
+    out = qkvr.new_empty(tokens, heads * dim)
     share = (tokens, heads, config.splits) if config.splits > 1 else (1, 1, 1)
-    partial, stats = scratch(*share, dim), scratch(*share, 2)
+    partial, stats = kv_conv.new_empty(*share, dim), kv_conv.new_empty(*share, 2)
     flags = locations.new_empty(*share, mergers)
     launchable(decode_kernel)[(config.splits, kv_heads, tokens)](
         qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts,
         lengths, destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats,
         flags, tokens, rows, lines, pages, conv_pool.shape[1], LAYER_UNIT.value * layer, log_alpha,
-        eps, KV_HEADS=kv_heads, GROUP=heads // kv_heads,
-        GROUPS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, REL=rel,
-        DIMS=max(16, triton.next_power_of_2(dim)), RELS=max(16, triton.next_power_of_2(rel)),
-        EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table, FLOOR=log_floor,
-        DESTINATIONS=destination_slots.shape[1], SPLITS=config.splits, LEAST=config.least,
-        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), BLOCK=config.block, PARTS=config.parts, SINGLE=config.single, MERGERS=mergers,
-        PADDED=triton.next_power_of_2(config.splits), SLICES=slices,
-        SLICE=triton.next_power_of_2(heads // kv_heads) // slices,
+        eps, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, REL=rel,
+        GROUPS=max(16, group), DIMS=max(16, triton.next_power_of_2(dim)),
+        RELS=max(16, triton.next_power_of_2(rel)), EXTENT=extent, WINDOW=window, PAGE=page,
+        TABLE=table, FLOOR=log_floor, SPLITS=config.splits, LEAST=config.least, BLOCK=config.block,
+        PADDED=triton.next_power_of_2(config.splits), PARTS=config.parts, SINGLE=config.single,
+        DESTINATIONS=destination_slots.shape[1], MERGERS=mergers, SLICES=slices,
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), SLICE=group // slices,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
