@@ -155,6 +155,9 @@ def boundary_kernel(
     z1 = history(old, held, inputs, first, 1, channels, WIDTH)
     z2 = history(old, held, inputs, first, 2, channels, WIDTH)
     if ALONE:
+        if HOLD:
+            w0, w1, w2, w3 = split_taps(taps, BLOCK)
+            s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
         follow()
     kept = tl.where(row_count > 0, WIDTH, 0)
     n0 = row_input(old, held, inputs, row_count, channels, kept, WIDTH, WIDTH)
@@ -178,8 +181,9 @@ def boundary_kernel(
         tl.store(new + 2 * WIDTH, n2, mask)
     if not HOLD:
         taps = load_taps(conv_weight, channels, mask)
-    w0, w1, w2, w3 = split_taps(taps, BLOCK)
-    s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
+    if not (ALONE and HOLD):
+        w0, w1, w2, w3 = split_taps(taps, BLOCK)
+        s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
     for i in tl.range(0, count, num_stages=STAGES):
         if STAGES == 1:
             z, base = following.to(tl.float32), carried.to(tl.float32)
