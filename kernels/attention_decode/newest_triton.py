@@ -47,22 +47,30 @@ def window_inputs(old, channel, held, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def convolved(x, z0, z1, z2, kv_conv, channel, mask):
+def taps_of(kv_conv, channel, mask):
+    """The four taps of `channel`."""
+    w0 = tl.load(kv_conv + channel * 4, mask, other=0.0)
+    w1 = tl.load(kv_conv + channel * 4 + 1, mask, other=0.0)
+    w2 = tl.load(kv_conv + channel * 4 + 2, mask, other=0.0)
+    return w0, w1, w2, tl.load(kv_conv + channel * 4 + 3, mask, other=0.0)
+
+
+@triton.jit
+def convolved(x, z0, z1, z2, w0, w1, w2, w3):
     """The short convolution of one token, summed and rounded as in the prologue."""
     y = x.to(tl.float32)
-    y += tl.load(kv_conv + channel * 4 + 3, mask, other=0.0) * y
-    y += tl.load(kv_conv + channel * 4, mask, other=0.0) * z0.to(tl.float32)
-    y += tl.load(kv_conv + channel * 4 + 1, mask, other=0.0) * z1.to(tl.float32)
-    y += tl.load(kv_conv + channel * 4 + 2, mask, other=0.0) * z2.to(tl.float32)
+    y += w3 * y
+    y += w0 * z0.to(tl.float32)
+    y += w1 * z1.to(tl.float32)
+    y += w2 * z2.to(tl.float32)
     return y.to(x.dtype)
 
 
 @triton.jit
-def normalised(k, k_norm, d, mask, eps, DIM: tl.constexpr):
+def normalised(k, gain, eps, DIM: tl.constexpr):
     """The newest key [D], normed and rounded."""
     x = k.to(tl.float32)
-    gain = tl.load(k_norm + d, mask, other=0.0).to(tl.float32)
-    return (x * tl.rsqrt(tl.sum(x * x, axis=0) / DIM + eps) * gain).to(k.dtype)
+    return (x * tl.rsqrt(tl.sum(x * x, axis=0) / DIM + eps) * gain.to(tl.float32)).to(k.dtype)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from inkling_engine.kernels.attention_decode.newest_triton import (
     log_scale,
     normalised,
     queries,
+    taps_of,
     window_inputs,
 )
 from inkling_engine.kernels.attention_extend.triton_kernel import (
@@ -187,12 +188,14 @@ def decode_kernel(
             kv_pool, page, first, n, d, tl.where(busy, DIM, 0), distance, layer, pages, head,
             KV_HEADS, PAGE, BLOCK, DIM, WINDOW,
         )  # fmt: skip
-    inside = d < tl.where(newest, DIM, 0)
-    held = d < tl.where(newest & (length > 0), DIM, 0)
+    inside, held = d < tl.where(newest, DIM, 0), d < tl.where(newest & (length > 0), DIM, 0)
     k_channel, v_channel = head * DIM + d, (KV_HEADS + head) * DIM + d
     old = window_at(conv_pool, layer, pool_slots, source, KV)
     k0, k1, k2 = window_inputs(old, k_channel, held, KV)
     v0, v1, v2 = window_inputs(old, v_channel, held, KV)
+    kw0, kw1, kw2, kw3 = taps_of(kv_conv, k_channel, inside)
+    vw0, vw1, vw2, vw3 = taps_of(kv_conv, v_channel, inside)
+    k_gain = tl.load(k_norm + d, inside, other=0.0)
     wanted = wants_snapshots(destination_slots, of, DESTINATIONS, DESTINED)
     nearest = tl.load(rel_proj + tl.minimum(c, REL - 1) * EXTENT).to(tl.float32)
     follow()  # only the token's q, k, v, r come from the launch before
@@ -203,7 +206,6 @@ def decode_kernel(
         tl.store(out + at, nothing, (g < GROUP)[:, None] & (d < DIM)[None, :])
     if (row >= rows) | (count == 0) | (split >= active):
         return
-
     q = qkvr + tl.cast(token, tl.int64) * (HEADS * (DIM + REL) + KV)
     r = q + (HEADS * DIM + KV + head * GROUP * REL)
     k3 = tl.load(q + HEADS * DIM + k_channel, inside, other=0.0)
@@ -212,9 +214,8 @@ def decode_kernel(
         q + head * GROUP * DIM, r, q_norm, g, d, c, log_scale(length, log_alpha, FLOOR), eps, GROUP,
         DIM, REL,
     )  # fmt: skip
-    k_new = convolved(k3, k0, k1, k2, kv_conv, k_channel, inside)
-    k_new = normalised(k_new, k_norm, d, inside, eps, DIM)
-    v_new = convolved(v3, v0, v1, v2, kv_conv, v_channel, inside)
+    k_new = normalised(convolved(k3, k0, k1, k2, kw0, kw1, kw2, kw3), k_gain, eps, DIM)
+    v_new = convolved(v3, v0, v1, v2, vw0, vw1, vw2, vw3)
     maximum, total, output = first_state(
         newest, query, relative, k_new, v_new, nearest, DIM, SCALE, PARTS
     )
