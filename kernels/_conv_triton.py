@@ -46,6 +46,14 @@ def row_input(old, held, inputs, index, channels, width, WIDTH: tl.constexpr, ST
 
 
 @triton.jit
+def wants_snapshots(destination_slots, row, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr):
+    """Whether any of the row's DESTINATIONS slots is not 0; DESTINED is a power of 2."""
+    j = tl.arange(0, DESTINED)
+    lines = destination_slots + row * DESTINATIONS + j
+    return tl.max(tl.load(lines, j < DESTINATIONS, other=0)) != 0
+
+
+@triton.jit
 def save_snapshots(
     old, held, inputs, count, channels, width, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     pool, layer, slots, destination_slots, destination_offsets, row, DESTINATIONS: tl.constexpr,

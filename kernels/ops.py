@@ -12,6 +12,7 @@ from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.rmsnorm import rmsnorm
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.sample import sample
@@ -29,6 +30,7 @@ OPS: Final[tuple[Op, ...]] = (
     attention_extend,
     router,
     experts,
+    moe,
     boundary,
     head,
     sample,

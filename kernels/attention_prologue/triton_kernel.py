@@ -21,6 +21,7 @@ from inkling_engine.kernels._conv_triton import (
     clamp,
     row_input,
     save_snapshots,
+    wants_snapshots,
     window_at,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
@@ -155,10 +156,7 @@ def prologue_kernel(
         held = tl.where(tl.load(lengths + program) > 0, 3, 0)
         old = window_at(conv_pool, layer, pool_slots, tl.load(sources + program), KV)
         new = window_at(conv_pool, layer, pool_slots, tl.load(slots + program), KV)
-        j = tl.arange(0, DESTINED)
-        wanted = tl.load(
-            destination_slots + program * DESTINATIONS + j, j < DESTINATIONS, other=0
-        )  # fmt: skip
+        wanted = wants_snapshots(destination_slots, program, DESTINATIONS, DESTINED)
         follow()
         if count > 0:
             # All loads stand before the first store: the compiler moves none across one.
@@ -172,7 +170,7 @@ def prologue_kernel(
                 i < tl.minimum(count, 3), pages, layer, eps,
                 HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE,
             )  # fmt: skip
-            if tl.max(wanted) != 0:
+            if wanted:
                 save_snapshots(
                     old, held, inputs, count, channels, DIM, KV, WIDTH, conv_pool, layer,
                     pool_slots, destination_slots, destination_offsets, program, DESTINATIONS,

@@ -23,6 +23,7 @@ from inkling_engine.kernels._conv_triton import (
     clamp,
     row_input,
     save_snapshots,
+    wants_snapshots,
     window_at,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
@@ -113,6 +114,7 @@ def boundary_kernel(
     tokens, rows, pool_slots, layer, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, HOLD: tl.constexpr,
     ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr,
+    DESTINED: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
@@ -145,6 +147,7 @@ def boundary_kernel(
     at = tl.cast(first, tl.int64) * WIDTH
     inputs = x + at
     old = window_at(conv_pool, layer, pool_slots, source, WIDTH)
+    wanted = wants_snapshots(destination_slots, row, DESTINATIONS, DESTINED)
     if ALONE:  # only x comes from the launch before
         some = channels < tl.where(count > 0, WIDTH, 0)
         carried = tl.load(residual + at + channels, some, other=0.0)
@@ -152,6 +155,9 @@ def boundary_kernel(
     z1 = history(old, held, inputs, first, 1, channels, WIDTH)
     z2 = history(old, held, inputs, first, 2, channels, WIDTH)
     if ALONE:
+        if HOLD:
+            w0, w1, w2, w3 = split_taps(taps, BLOCK)
+            s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
         follow()
     kept = tl.where(row_count > 0, WIDTH, 0)
     n0 = row_input(old, held, inputs, row_count, channels, kept, WIDTH, WIDTH)
@@ -163,10 +169,11 @@ def boundary_kernel(
         if not ALONE:
             carried = tl.load(residual + at + channels, some, other=0.0)
     if row_count > 0:
-        save_snapshots(
-            old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,
-            pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
-        )  # fmt: skip
+        if wanted:
+            save_snapshots(
+                old, held, inputs, row_count, channels, WIDTH, WIDTH, WIDTH, conv_pool, layer,
+                pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
+            )  # fmt: skip
         new = window_at(conv_pool, layer, pool_slots, new_slot, WIDTH) + channels
         tl.debug_barrier()  # every thread has read the old window, which may be the same slot's
         tl.store(new, n0, mask)
@@ -174,8 +181,9 @@ def boundary_kernel(
         tl.store(new + 2 * WIDTH, n2, mask)
     if not HOLD:
         taps = load_taps(conv_weight, channels, mask)
-    w0, w1, w2, w3 = split_taps(taps, BLOCK)
-    s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
+    if not (ALONE and HOLD):
+        w0, w1, w2, w3 = split_taps(taps, BLOCK)
+        s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
     for i in tl.range(0, count, num_stages=STAGES):
         if STAGES == 1:
             z, base = following.to(tl.float32), carried.to(tl.float32)
@@ -232,6 +240,7 @@ def boundary(
         tokens, rows, conv_pool.shape[1], LAYER_UNIT.value * layer, eps,
         WIDTH=width, BLOCK=config.block, STRIP=config.strip, HOLD=config.hold, ALONE=alone,
         STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1],
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]),
         num_warps=config.warps,
     )  # fmt: skip
     return hidden, normed

@@ -8,6 +8,7 @@
 #include "../experts/native.h"
 #include "../head/native.h"
 #include "../linear/native.h"
+#include "../moe/native.h"
 #include "../rmsnorm/native.h"
 #include "../router/native.h"
 #include "../sample/native.h"
@@ -24,6 +25,7 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("experts", TORCH_BOX(&inkling::experts));
   m.impl("head", TORCH_BOX(&inkling::head));
   m.impl("linear", TORCH_BOX(&inkling::linear));
+  m.impl("moe", TORCH_BOX(&inkling::moe));
   m.impl("rmsnorm", TORCH_BOX(&inkling::rmsnorm));
   m.impl("router", TORCH_BOX(&inkling::router));
   m.impl("sample", TORCH_BOX(&inkling::sample));

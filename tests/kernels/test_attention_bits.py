@@ -18,15 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inkling_engine.kernels._case_rows import INERT, Row, Step
-from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._cases import Case, normal
 from inkling_engine.kernels.attention_decode import attention_decode
+from inkling_engine.kernels.attention_decode.cases import cases as decode_cases
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_extend.cases import BIG, FULL, LOCAL, SMALL, Heads
+from inkling_engine.kernels.attention_prologue import attention_prologue
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 LINES = 4
 TOTAL = 300  # positions of the request, past window 128 and extent 256
+DECODE_CASES = decode_cases()
 SHAPES = {"full": FULL, "local": LOCAL, "big": BIG, "small": SMALL}
 
 
@@ -57,16 +60,16 @@ def make_request(shape: Heads, dtype: torch.dtype = torch.float32, page_size: in
     )
 
 
-def attend(request: Request, rows: list[Row], *, decode: bool = False, padding: int = 0) -> Tensor:
+def attend(request: Request, rows: list[Row], *, padding: int = 0) -> Tensor:
     """One call with `rows`, each a chunk of the request's positions (inert ones left out)."""
     chunks = [torch.arange(row.length, row.length + row.count) for row in rows]
     chosen = torch.cat([*chunks, torch.full((padding,), TOTAL - 1)])
     step = sized(tuple(rows), len(chosen), request.pool.shape[4])
     table = sized((Row(2, 0, TOTAL),), TOTAL, request.pool.shape[4]).page_table
-    op = attention_decode if decode else attention_extend
     q, r = request.q[chosen], request.r[chosen]
     metadata = table, step.slots, step.starts, step.lengths
-    output = op(q, r, request.rel_proj, request.pool, *metadata, 0, request.shape.window)
+    tail = *metadata, 0, request.shape.window
+    output = attention_extend(q, r, request.rel_proj, request.pool, *tail)
     assert isinstance(output, Tensor) and not output[len(chosen) - padding :].any()
     return output[: len(chosen) - padding]
 
@@ -97,14 +100,13 @@ def dense(request: Request, position: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_decode_extend_and_batches_of_them_give_equal_bits(name: str, dtype: torch.dtype) -> None:
+def test_one_row_and_a_row_a_token_give_equal_bits(name: str, dtype: torch.dtype) -> None:
     request = make_request(SHAPES[name], dtype)
     whole = attend(request, [Row(2, 0, TOTAL)], padding=3)
     singles = [Row(2, position) for position in range(TOTAL)]
-    assert torch.equal(attend(request, singles, decode=True), whole)
     assert torch.equal(attend(request, singles), whole)
     for position in (0, 63, 64, 127, 128, 255, 256, TOTAL - 1):
-        alone = attend(request, [singles[position]], decode=True)
+        alone = attend(request, [singles[position]])
         assert torch.equal(alone[0], whole[position])
 
 
@@ -160,7 +162,7 @@ def test_what_is_not_the_requests_own_past_changes_nothing(name: str, garbage: f
         first = max(0, position + 1 - request.shape.window) if request.shape.window else 0
         for unseen in [*range(first), *range(position + 1, TOTAL)]:
             pool[0, pages[unseen // 64], :, :, unseen % 64] = garbage
-        alone = attend(request._replace(pool=pool), [Row(2, position)], decode=True)
+        alone = attend(request._replace(pool=pool), [Row(2, position)])
         assert torch.equal(alone[0], whole[position])
 
 
@@ -170,7 +172,7 @@ def test_edges_of_window_and_extent_agree_with_a_dense_softmax(name: str) -> Non
     edges = {1, request.shape.window, request.shape.extent, 64, TOTAL}
     near = {edge + step for edge in edges for step in (-2, -1, 0, 1)}
     positions = sorted(position for position in near if 0 <= position < TOTAL)
-    found = attend(request, [Row(2, position) for position in positions], decode=True)
+    found = attend(request, [Row(2, position) for position in positions])
     for position, output in zip(positions, found, strict=True):
         torch.testing.assert_close(output.double(), dense(request, position), rtol=0, atol=1e-5)
 
@@ -187,7 +189,7 @@ def test_first_key_outside_window_or_extent(window: int, extent: int) -> None:
     request.rel_proj.fill_(0).select(1, extent - 1).fill_(100.0)
     request.r.fill_(1.0)
     rows = [Row(2, 70 + extent + distance, 1) for distance in (-1, 0)]
-    inside, outside = attend(request, rows, decode=True)[:, 0].tolist()
+    inside, outside = attend(request, rows)[:, 0].tolist()
     assert (inside, outside) == (1.0, 0.0)  # outside, the next key has the biased distance
 
 
@@ -207,10 +209,27 @@ def test_ring_of_pages_holds_a_window() -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
+def test_a_decode_step_is_prologue_and_attention_to_the_bit(case: Case) -> None:
+    ours, theirs = (
+        [a.clone() if isinstance(a, Tensor) else a for a in case.arguments] for _ in range(2)
+    )
+    found = attention_decode(*ours)
+    *prologue, rel_proj, table, layer, heads, window, floor, alpha, eps = theirs
+    q, r = attention_prologue(*prologue, layer, heads, floor, alpha, eps)
+    rows = theirs[9], theirs[11], theirs[12]
+    assert torch.equal(
+        found, attention_extend(q, r, rel_proj, theirs[4], table, *rows, layer, window)
+    )
+    for written in (4, 5):
+        assert torch.equal(ours[written].nan_to_num(), theirs[written].nan_to_num())
+
+
 def test_decode_refuses_a_row_of_two_tokens() -> None:
-    request = make_request(SMALL)
+    arguments = list(DECODE_CASES[0].arguments)
+    arguments[11] = torch.tensor([0, 2, 2, 2, 2, 2, 2, 2], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="at most one token"):
-        attend(request, [Row(2, 0, 2)], decode=True)
+        attention_decode(*arguments)
 
 
 def test_not_finite_queries_spoil_only_themselves() -> None:

@@ -25,7 +25,8 @@ Call = Callable[[Arguments], Any]
 Change = Callable[[Call, Arguments], Any]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
-CONVOLVING = ((model, "boundary"), (model, "attention_prologue"))
+PROLOGUE = ((model, "attention_prologue"), (model, "attention_decode"))
+CONVOLVING = ((model, "boundary"), *PROLOGUE)
 ATTENTION = ((model, "attention_decode"), (model, "attention_extend"))
 METADATA = ((steps, "step_metadata"),)
 SAMPLE = ((steps, "sample"),)

@@ -21,6 +21,7 @@ from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.rmsnorm import rmsnorm
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.step_metadata import StepMeta
@@ -61,8 +62,8 @@ class Decoder:
         w, s, meta = self.weights, self.shape, self.meta
         local, geometry, layer = s.is_local(i), s.kind(i), s.index_in_kind(i)
         name = "window" if local else "full"
-        kv_pool = self.pools[f"kv_{name}"]
-        q_TND, r_TN16 = attention_prologue(
+        kv_pool, table = self.pools[f"kv_{name}"], self.pools[f"{name}_table"]
+        prologue = (
             linear(x_TH, w[f"layers.{i}.qkvr"]),
             w[f"layers.{i}.kv_conv"],
             w[f"layers.{i}.q_norm"],
@@ -73,25 +74,16 @@ class Decoder:
             meta.token_rows,
             meta.window_locations if local else meta.full_locations,
             *self._rows(),
-            layer,
-            geometry.heads // self.world,
-            0 if local else s.log_floor,
-            s.log_alpha,
-            s.eps,
         )
-        attend = attention_decode if kind == "decode" else attention_extend
-        o_TC = attend(
-            q_TND,
-            r_TN16,
-            w[f"layers.{i}.rel_proj"],
-            kv_pool,
-            self.pools[f"{name}_table"],
-            meta.slots,
-            meta.starts,
-            meta.lengths,
-            layer,
-            geometry.window,
-        )
+        bank, heads = w[f"layers.{i}.rel_proj"], geometry.heads // self.world
+        scaling = (0 if local else s.log_floor, s.log_alpha, s.eps)
+        if kind == "decode":
+            sizes = (layer, heads, geometry.window, *scaling)
+            o_TC = attention_decode(*prologue, bank, table, *sizes)
+        else:
+            q_TND, r_TN16 = attention_prologue(*prologue, layer, heads, *scaling)
+            state = kv_pool, table, meta.slots, meta.starts, meta.lengths
+            o_TC = attention_extend(q_TND, r_TN16, bank, *state, layer, geometry.window)
         a_TH: Tensor = linear(o_TC, w[f"layers.{i}.o"])
         return a_TH
 
@@ -104,25 +96,14 @@ class Decoder:
 
     def _experts(self, y_TH: Tensor, i: int) -> Tensor:
         w, s = self.weights, self.shape
-        chosen_TK, weights_TK, places_TE = router(
-            y_TH,
-            w[f"layers.{i}.gate_weight"],
-            w[f"layers.{i}.gate_bias"],
-            w[f"layers.{i}.gate_scale"],
-            self.meta.starts,
-            s.experts_per_token,
-            s.shared_experts,
-            s.route_scale,
-        )
-        m_TH: Tensor = experts(
-            y_TH,
-            w[f"layers.{i}.experts_w13"],
-            w[f"layers.{i}.experts_w2"],
-            chosen_TK,
-            weights_TK,
-            places_TE,
-            self.meta.starts,
-        )
+        gate = tuple(w[f"layers.{i}.gate_{name}"] for name in ("weight", "bias", "scale"))
+        w13, w2 = w[f"layers.{i}.experts_w13"], w[f"layers.{i}.experts_w2"]
+        starts, sizes = self.meta.starts, (s.experts_per_token, s.shared_experts, s.route_scale)
+        if y_TH.shape[0] == 1:
+            m_TH: Tensor = moe(y_TH, *gate, w13, w2, starts, *sizes)
+            return m_TH
+        chosen_TK, weights_TK, places_TE = router(y_TH, *gate, starts, *sizes)
+        m_TH = experts(y_TH, w13, w2, chosen_TK, weights_TK, places_TE, starts)
         return m_TH
 
     def _boundary(
