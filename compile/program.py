@@ -58,10 +58,12 @@ def workspace(spec: EngineSpec, bucket: Bucket) -> int:
         shape.hidden, 2 * shape.expert_width
     )
     kind = max(shape.full, shape.local, key=lambda kind: kind.heads * kind.extent)
-    strips = kind.heads * 2 * (kind.extent + 128)  # relative bias of extend attention
-    widest = max(2 * shape.dense_width, experts, 2 * shape.hidden, strips)
+    # relative bias of extend attention: tiles of at most 128 lines, every row's last one short
     tokens = bucket.tokens + bucket.rows * spec.spec_depth  # of the draft phase
-    return 4 * max(tokens * widest, 2 * samples(bucket) * shape.vocab, 1 << 20)
+    lines = 2 * kind.heads * tokens + 128 * kind.kv_heads * (bucket.rows + 1)
+    strips = lines * (kind.extent + 256)
+    widest = max(2 * shape.dense_width, experts, 2 * shape.hidden)
+    return 4 * max(tokens * widest, strips, 2 * samples(bucket) * shape.vocab, 1 << 20)
 
 
 def samples(bucket: Bucket) -> int:
@@ -87,7 +89,8 @@ def _lower_aside(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntr
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        found = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        found = next((line for line in lines if "error:" in line), lines[-1])  # a compiler's first
         raise FailedError(f"lowering {program_name(bucket)}", found, "a program", "see the line")
     return msgspec.json.decode(entry.read_bytes(), type=ProgramEntry)
 

@@ -102,6 +102,14 @@ def renew(
 
 
 @triton.jit
+def wants_snapshots(destination_slots, row, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr):
+    """Whether any of the row's DESTINATIONS slots is not 0; DESTINED is a power of 2."""
+    j = tl.arange(0, DESTINED)
+    lines = destination_slots + row * DESTINATIONS + j
+    return tl.max(tl.load(lines, j < DESTINATIONS, other=0)) != 0
+
+
+@triton.jit
 def save_snapshots(
     old, length, inputs, count, channels, width, RING: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,

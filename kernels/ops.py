@@ -6,6 +6,7 @@ from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_prologue import attention_prologue
+from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.commit import commit
 from inkling_engine.kernels.draft_commit import draft_commit
@@ -17,6 +18,7 @@ from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.rmsnorm import rmsnorm
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.sample import sample
@@ -32,8 +34,10 @@ OPS: Final[tuple[Op, ...]] = (
     attention_prologue,
     attention_decode,
     attention_extend,
+    attention_verify,
     router,
     experts,
+    moe,
     boundary,
     head,
     sample,

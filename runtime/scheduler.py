@@ -43,7 +43,7 @@ class Scheduler:
         self.decoding: list[Sequence] = []
         self.preemptions = self.fed_tokens = self.cached_tokens = 0
         self._owed: list[Sequence] = []  # decoding rows that this round has not advanced yet
-        self._short = False  # the plan in the making met a lack of pages
+        self._short = False  # the plan in the making admits nobody
         self._in_flight: Plan | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -60,11 +60,10 @@ class Scheduler:
         The last replay's results need not be known: rows that ended in it are inert in this one.
         """
         assert self._in_flight is None, "the last replay is not completed"
-        self._short = False
         going = [sequence for sequence in self.decoding if sequence.left]
         turns = (self._decode, self._extend) if self._owed else (self._extend, self._decode)
         plan = turns[0](going) or turns[1](going) or self._decode(going)  # of the next round
-        self._in_flight = plan
+        self._in_flight, self._short = plan, False
         return plan
 
     def complete(self) -> None:
@@ -247,7 +246,8 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the queue."""
+        """Send a running sequence back to the queue, where a replay that has begun still delivers."""
+        self._short = True  # so the next plan admits nobody
         self._leave(sequence)
         sequence.wait()
         self.add(sequence)

@@ -3,7 +3,8 @@
 
 Prompts that share 90 % of their tokens run on two engines of one folder, with and without the cache,
 by turns; stated are medians of whole runs. The scheduler is timed alone, without an engine: plans
-and accounting of steady decoding at 256 live rows of inkling-small.
+and accounting of steady decoding at 256 live rows of inkling-small. `--idle-rows` profiles steady
+decoding of a CUDA engine: which share of the time no kernel runs, between replays and in all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.scheduler import Scheduler
 
 PROMPTS, LENGTH, SHARED, TOKENS, ROWS, STEPS = 64, 2000, 1800, 8, 256, 400
+WARM, PROFILED, FIRST_KERNEL = 50, 40, "clear_kernel"
 
 
 def main() -> int:
@@ -31,10 +33,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", type=Path, help="engine folder, for the shared prompts")
     parser.add_argument("--blocks", type=int, default=3, help="times that the two sides take turns")
+    parser.add_argument("--idle-rows", type=int, help="rows of the profiled decoding (CUDA)")
+    parser.add_argument("--random-weights", type=int, help="seed, for an engine without weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     report: dict[str, Any] = {"scheduler_us_per_step": scheduler_times()}
-    if options.engine:
+    if options.idle_rows:
+        report["idle"] = idle_share(options.engine, options.idle_rows, options.random_weights)
+    elif options.engine:
         report["shared_prompts_seconds"] = shared_prompts(options.engine, options.blocks)
     print(json.dumps(report) if options.json else render(report))
     return 0
@@ -98,10 +104,60 @@ def shared_prompts(folder: Path, blocks: int) -> dict[str, float]:
     return found | {"ratio": found["without"] / found["with"]}
 
 
+def idle_share(folder: Path, rows: int, seed: int | None) -> dict[str, float]:
+    """Shares of the time in which no kernel runs, while `rows` greedy rows decode."""
+    import torch
+
+    from inkling_engine.runtime import Engine
+
+    draw = random.Random(0)
+    params = SamplingParams(max_tokens=2 * STEPS, temperature=0, ignore_eos=True, detokenize=False)
+    with Engine.load(folder, random_weights=seed) as engine:
+        vocabulary = engine.spec.shape.real_vocab
+        for _ in range(rows):
+            engine.submit([draw.randrange(3, vocabulary) for _ in range(32)], params)
+        while engine.scheduler.waiting or engine.scheduler.prefilling:
+            engine.step()
+        for _ in range(WARM):
+            engine.step()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(PROFILED):
+                engine.step()
+            torch.cuda.synchronize()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if str(event.device_type).endswith("CUDA")
+        and not event.name.startswith(("Memcpy", "Memset"))
+    )
+    return {"rows": rows} | gaps(kernels)
+
+
+def gaps(kernels: list[tuple[float, float, str]]) -> dict[str, float]:
+    """Microseconds a step, and idle shares, from (start, end, name) in order; a step begins with
+    its metadata."""
+    first = [at for at, kernel in enumerate(kernels) if FIRST_KERNEL in kernel[2]]
+    kernels = kernels[first[0] :]
+    begin, end, between, idle = kernels[0][0], kernels[0][1], 0.0, 0.0
+    for start, stop, name in kernels[1:]:
+        gap = max(0.0, start - end)
+        idle += gap
+        between += gap if FIRST_KERNEL in name else 0.0
+        end = max(end, stop)
+    steps, span = len(first), end - begin
+    return {"us_per_step": span / steps, "between_replays": between / span, "in_all": idle / span}
+
+
 def render(report: dict[str, Any]) -> str:
     """The report as lines."""
     times = report["scheduler_us_per_step"]
     lines = [f"scheduler, {ROWS} rows: {times['mean']:.0f} us a step, p95 {times['p95']:.0f}"]
+    if found := report.get("idle"):
+        lines.append(
+            f"decoding {found['rows']} rows: {found['us_per_step']:.0f} us a step, no kernel runs in"
+            f" {found['between_replays']:.2%} between replays, {found['in_all']:.2%} in all"
+        )
     if found := report.get("shared_prompts_seconds"):
         lines.append(
             f"{PROMPTS} prompts of {LENGTH} tokens, {SHARED} of them shared: {found['with']:.2f} s"

@@ -2,8 +2,10 @@
 
 Requests of all lengths, many with common beginnings, run together with random aborts, preemptions
 and priorities. Each one's greedy tokens must equal those of its run alone, without prefix cache, up
-to the first position where the lone run's two best logits were closer than `--gap`; at most 1 % may
-meet one. Afterwards slots, pages and snapshots must balance. Exit code 1 if anything differs.
+to the first position where the lone run's two best logits were closer than `--gap`. In float32 at
+most 1 % of the requests may meet one. In bfloat16, where programs of other buckets round otherwise,
+at most 1 % of the compared tokens with a wider gap may differ (spec 9.3). Afterwards slots, pages
+and snapshots must balance. Exit code 1 if any of this is broken.
 `--first` and `--requests` choose a piece of one long list of requests.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,19 +78,41 @@ def first_difference(found: Choice, wanted: Choice) -> int | None:
     return None if same else min(len(found.token_ids), len(wanted.token_ids))
 
 
-def is_close(wanted: Choice, at: int, gap: float) -> bool:
-    """Whether the lone run's two best were within `gap` at a position up to `at`."""
-    tops = [item.top for item in (wanted.logprobs or ())[: at + 1]]
-    return any(top[0][1] - top[1][1] < gap for top in tops)
+def gaps(wanted: Choice) -> list[float]:
+    """Between the lone run's two best, position by position."""
+    return [item.top[0][1] - item.top[1][1] for item in wanted.logprobs or ()]
+
+
+@dataclass
+class Verdict:
+    """What comparing has found so far; `compared` counts tokens whose gap was wide enough."""
+
+    gap: float
+    close: int = 0
+    wrong: int = 0
+    compared: int = 0
+
+    def add(self, found: Choice, wanted: Choice, *, exact: bool) -> bool:
+        """Compare a request with its lone run; whether it differs where it should not. `exact`: a
+        close call before the difference explains it, since state may differ from there on."""
+        at, wide = first_difference(found, wanted), [gap >= self.gap for gap in gaps(wanted)]
+        seen = len(wide) if at is None else at + 1
+        self.compared += sum(wide[:seen])
+        if at is None:
+            return False
+        close = not all(wide[:seen]) if exact else at < len(wide) and not wide[at]
+        self.close += close
+        self.wrong += not close
+        return not close
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--requests", "count", default=2000, show_default=True)
 @click.option("--first", default=0, show_default=True, help="Number of the first request.")
-@click.option("--gap", default=1e-4, show_default=True)
+@click.option("--gap", type=float, help="Closer is a close call.  [1e-4; bfloat16: 0.1]")
 @click.option("--steps-per-replay", default=1, show_default=True)
-def main(folder: Path, count: int, first: int, gap: float, steps_per_replay: int) -> None:
+def main(folder: Path, count: int, first: int, gap: float | None, steps_per_replay: int) -> None:
     """Compare mixed traffic with lone runs."""
     start = time.perf_counter()
     with Engine.load(folder, steps_per_replay=steps_per_replay) as engine:
@@ -98,21 +123,23 @@ def main(folder: Path, count: int, first: int, gap: float, steps_per_replay: int
     seconds = time.perf_counter() - start
     click.echo(f"mixed: {seconds:.1f} s, {seen.preemptions} preemptions")
     click.echo(f"prompt tokens: {seen.fed_tokens} computed, {seen.cached_tokens} from the cache")
-    close = wrong = 0
     with Engine.load(folder, prefix_cache=False) as engine:
+        exact = engine.spec.dtype == "float32"
+        verdict = Verdict(gap or (1e-4 if exact else 0.1))
         for at, (item, request) in enumerate(zip(work, mixed, strict=True)):
             wanted = engine.generate(item.prompt, item.params)[0].choices[0]
-            where = first_difference(found := request.completion().choices[0], wanted)
-            if where is not None and is_close(wanted, where, gap):
-                close += 1
-            elif where is not None:
-                wrong += 1
-                click.echo(f"request {first + at} differs at token {where}: {found.finish_reason}")
+            if verdict.add(found := request.completion().choices[0], wanted, exact=exact):
+                click.echo(f"request {first + at} differs: {found.finish_reason}")
             if at % 500 == 499:
                 click.echo(f"{at + 1} compared, {time.perf_counter() - start:.0f} s", err=True)
     lost = [name for name, account in accounts.items() if account.live]
-    click.echo(f"{count} requests: {wrong} differ, {close} met a gap under {gap}; held: {lost}")
-    sys.exit(bool(wrong or lost or close > 0.01 * count))
+    click.echo(
+        f"{count} requests: {verdict.wrong} differ, {verdict.close} met a gap under {verdict.gap},"
+        f" {verdict.compared} tokens compared; held: {lost}"
+    )
+    allowed = 0 if exact else 0.01 * verdict.compared
+    many = exact and verdict.close > 0.01 * count
+    sys.exit(bool(verdict.wrong > allowed or lost or many))
 
 
 if __name__ == "__main__":

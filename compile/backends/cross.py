@@ -48,6 +48,7 @@ DEVICES: Final[Mapping[str, Mapping[str, Any]]] = {
         "total_memory": 141 * 10**9,
     }
 }
+HEADERS: Final = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "nv/target")
 
 
 def needed(device: str) -> bool:
@@ -195,9 +196,10 @@ def _cuda_home() -> Path:
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / f"cu{major}"
     homes = [beside_torch, Path(torch.utils.cpp_extension.CUDA_HOME or beside_torch)]
     for home in homes:
-        if (home / "include" / "cuda.h").is_file():
+        include = home / "include"
+        if all(any((include / at / h).is_file() for at in ("", "cccl")) for h in HEADERS):
             return home
-    expected = "CUDA's headers beside torch, or in CUDA_HOME"
+    expected = f"{', '.join(HEADERS)} beside torch, or in CUDA_HOME"
     remedy = "install nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl as torch has them"
     raise FailedError("CUDA headers", f"none in {homes[0]}, {homes[1]}", expected, remedy)
 

@@ -4,10 +4,8 @@
 A program takes one row, one kv head and a run of key blocks; the kv head's query heads share its
 tile, padded to the 16 rows of a tensor-core product. The distances of a block of consecutive keys
 are consecutive too, so its relative bias is r times a slice of the bank, for all heads at once.
-Each split leaves its output and raises a flag; the last splits of a row wait for all flags and
-merge, in the order of the splits. Scratch is not initialised: a flag is a 64-bit number that
-nothing else writes, and whoever merges clears it. Programs start in the order of their numbers,
-so whoever waits waits for programs that run already or are the next to start.
+The newest key and value are computed here, by the split that they fall into (`newest_triton.py`),
+and splits are merged here too (`merge_triton.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
+from inkling_engine.kernels._conv_triton import (
+    LAYER_UNIT,
+    clamp,
+    known_length,
+    ring_at,
+    wants_snapshots,
+)
 from inkling_engine.kernels._triton import (
     INTERPRETED,
     CompileCase,
@@ -28,8 +32,18 @@ from inkling_engine.kernels._triton import (
     launches,
     meta,
 )
-from inkling_engine.kernels.attention_decode.several_triton import attend_several
-from inkling_engine.kernels.attention_decode.several_triton import compile_cases as several_cases
+from inkling_engine.kernels.attention_decode.merge_triton import finish, merge_parts
+from inkling_engine.kernels.attention_decode.newest_triton import (
+    convolved,
+    first_state,
+    keep_inputs,
+    keep_key_value,
+    log_scale,
+    normalised,
+    queries,
+    taps_of,
+    window_inputs,
+)
 from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
@@ -42,7 +56,6 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
 
 RESIDENT = 2  # programs that share a processor
 MOST_SPLITS = 128
-RAISED = tl.constexpr(0x6A09E667F3BCC909)  # a flag: the fraction of the square root of 2
 
 
 @dataclass(frozen=True)
@@ -112,86 +125,57 @@ def attend(
 
 @triton.jit
 def visible(distance, WINDOW: tl.constexpr):
-    return (distance >= 0) & (distance < WINDOW) if WINDOW > 0 else distance >= 0
+    """Keys before the newest that the query may see."""
+    return (distance > 0) & (distance < WINDOW) if WINDOW > 0 else distance > 0
 
 
 @triton.jit
-def merge_parts(maximum, total, output, GROUP: tl.constexpr):
-    """The softmax of all parts from that of each, [P, M] and [P, M, D]; only GROUP lines count."""
-    PARTS: tl.constexpr = output.shape[0]
-    HALF: tl.constexpr = output.shape[1] // 2
-    if GROUP <= HALF:  # half of the tile is padding
-        maximum, _ = tl.split(tl.permute(tl.reshape(maximum, (PARTS, 2, HALF)), (0, 2, 1)))
-        total, _ = tl.split(tl.permute(tl.reshape(total, (PARTS, 2, HALF)), (0, 2, 1)))
-        output = tl.reshape(output, (PARTS, 2, HALF, output.shape[2]))
-        output, _ = tl.split(tl.permute(output, (0, 2, 3, 1)))
-    highest = tl.max(maximum, 0)
-    weight = tl.exp2(maximum - highest[None, :])
-    return highest, tl.sum(total * weight, 0), tl.sum(output * weight[:, :, None], 0)
-
-
-@triton.jit
-def merge_splits(
-    partial, stats, flag, out, active, first, mergers,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
+def keys_and_values(
+    kv_pool, page, block, n, d, width, distance, layer, pages, head,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the flags of `active` splits and write each `mergers`-th slice of SLICE heads.
-
-    `partial` [GROUP, SPLITS, DIM] and `stats` [GROUP, SPLITS, 2] are of one row and kv head.
-    """
-    s = tl.arange(0, PADDED)
-    here = s < active
-    missing = tl.full((), 1, tl.int32)
-    while missing > 0:
-        found = tl.atomic_add(flag + s, 0, here, sem="acquire")
-        missing = tl.sum(((found != RAISED) & here).to(tl.int32))
-    d = tl.arange(0, DIMS)
-    for part in range(first, SLICES, mergers):
-        h = part * SLICE + tl.arange(0, SLICE)
-        held = here[:, None] & (h < GROUP)[None, :]
-        line = h[None, :] * SPLITS + s[:, None]
-        peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
-        weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
-        at = partial + (line[:, :, None] * DIM + d[None, None, :])
-        held3 = held[:, :, None] & (d < DIM)[None, None, :]
-        values = tl.load(at, held3, other=0.0, cache_modifier=".cg")
-        merged = tl.sum(weight[:, :, None] * values, 0).to(out.dtype.element_ty)
-        to = out + (h[:, None] * DIM + d[None, :])
-        tl.store(to, merged, (h < GROUP)[:, None] & (d < DIM)[None, :])
-    tl.store(flag + s, 0, here)
+    """A block of keys and of the visible values [.., N, D], of which `width` channels are read."""
+    where = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
+    k = tl.load(where, d < width, other=0.0)
+    read = tl.expand_dims(visible(distance, WINDOW), len(n.shape)) & (d < width)
+    return k, tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
 
 
 @triton.jit
 def decode_kernel(
-    q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
-    tokens, rows, lines, pages, layer,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
-    EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    SINGLE: tl.constexpr, PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
+    qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts, lengths,
+    destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats, flags,
+    tokens, rows, lines, pages, pool_slots, layer, log_alpha, eps,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr, FLOOR: tl.constexpr,
+    DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr, RING: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SINGLE: tl.constexpr,
+    PADDED: tl.constexpr, MERGERS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    KV: tl.constexpr = 2 * KV_HEADS * DIM
     SOME: tl.constexpr = BLOCK // PARTS
     SCALE: tl.constexpr = 1.4426950408889634 / DIM
+    eps, log_alpha = tl.cast(eps, tl.float32), tl.cast(log_alpha, tl.float32)  # come as fp64
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     of = tl.minimum(row, rows - 1)
     token = clamp(tl.load(starts + of), 0, tokens)
     count = clamp(tl.load(starts + of + 1), token, tokens) - token
-    live = tl.load(starts + rows)
-    position = clamp(tl.load(lengths + of), 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
-    table = table_line(page_table, tl.load(slots + of), lines, TABLE)
+    length = known_length(tl.load(lengths + of))
+    slot, source = tl.load(slots + of), tl.load(sources + of)
+    live, location = tl.load(starts + rows), tl.load(locations + tl.minimum(token, tokens - 1))
+    position = clamp(length, 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
+    table = table_line(page_table, slot, lines, TABLE)
     low = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    first = low // BLOCK
-    last = position // BLOCK + 1
+    first, last = low // BLOCK, position // BLOCK + 1
     share = tl.maximum(tl.cdiv(last - first, SPLITS), LEAST)
     active = tl.cdiv(last - first, share)
     first += split * share
     last = tl.minimum(first + share, last)
+    busy = (row < rows) & (count > 0) & (split < active)
+    newest = busy & (split == active - 1)
     # Keys descend, so that their distances ascend and slices of the bank are read forwards.
     if PARTS == 1:
         n = BLOCK - 1 - tl.arange(0, BLOCK)
@@ -201,43 +185,59 @@ def decode_kernel(
     if (PARTS > 1) & (PAGE % SOME == 0):  # one page a part
         anchor = BLOCK - SOME - tl.arange(0, PARTS)[:, None] * SOME
     page = page_of(table, first, anchor, PAGE, TABLE, BLOCK)
-    following = bank_slice(rel_proj, position - first * BLOCK - n, REL, RELS, EXTENT)
-    follow()  # only query, r and the newest key and value come from the launch before
+    distance = position - first * BLOCK - n
+    following = bank_slice(rel_proj, distance, REL, RELS, EXTENT)
+    g, d, c = tl.arange(0, GROUPS), tl.arange(0, DIMS), tl.arange(0, RELS)
+    if SINGLE:
+        k, v = keys_and_values(
+            kv_pool, page, first, n, d, tl.where(busy, DIM, 0), distance, layer, pages, head,
+            KV_HEADS, PAGE, BLOCK, DIM, WINDOW,
+        )  # fmt: skip
+    inside = d < tl.where(newest, DIM, 0)
+    k_channel, v_channel = head * DIM + d, (KV_HEADS + head) * DIM + d
+    old = ring_at(conv_pool, layer, pool_slots, source, RING, KV)
+    k0, k1, k2 = window_inputs(old, length, k_channel, inside, RING, KV)
+    v0, v1, v2 = window_inputs(old, length, v_channel, inside, RING, KV)
+    kw0, kw1, kw2, kw3 = taps_of(kv_conv, k_channel, inside)
+    vw0, vw1, vw2, vw3 = taps_of(kv_conv, v_channel, inside)
+    k_gain = tl.load(k_norm + d, inside, other=0.0)
+    wanted = wants_snapshots(destination_slots, of, DESTINATIONS, DESTINED)
+    nearest = tl.load(rel_proj + tl.minimum(c, REL - 1) * EXTENT).to(tl.float32)
+    follow()  # only the token's q, k, v, r come from the launch before
 
-    g = tl.arange(0, GROUPS)
-    d = tl.arange(0, DIMS)
-    heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    at = (head * GROUP + g)[:, None] * DIM + d[None, :]
     if (row >= live) & (split == 0):  # the program also clears the padded token of its number
+        at = (tl.cast(row, tl.int64) * HEADS + head * GROUP + g)[:, None] * DIM + d[None, :]
         nothing = tl.zeros((GROUPS, DIMS), out.dtype.element_ty)
-        tl.store(out + tl.cast(row, tl.int64) * (HEADS * DIM) + at, nothing, heads)
+        tl.store(out + at, nothing, (g < GROUP)[:, None] & (d < DIM)[None, :])
     if (row >= rows) | (count == 0) | (split >= active):
         return
-
-    line = tl.cast(token, tl.int64) * HEADS
-    query = tl.load(q + line * DIM + at, heads, other=0.0)
-    c = tl.arange(0, RELS)
-    relative = r + (line + head * GROUP + g)[:, None] * REL + c[None, :]
-    relative = tl.load(relative, (g < GROUP)[:, None] & (c < REL)[None, :], other=0.0)
-    axis: tl.constexpr = len(n.shape)
-    if PARTS == 1:
-        maximum = tl.full((GROUPS,), -1e30, tl.float32)
-        output = tl.zeros((GROUPS, DIMS), tl.float32)
-    else:
+    q = qkvr + tl.cast(token, tl.int64) * (HEADS * (DIM + REL) + KV)
+    r = q + (HEADS * DIM + KV + head * GROUP * REL)
+    k3 = tl.load(q + HEADS * DIM + k_channel, inside, other=0.0)
+    v3 = tl.load(q + HEADS * DIM + v_channel, inside, other=0.0)
+    query, relative = queries(
+        q + head * GROUP * DIM, r, q_norm, g, d, c, log_scale(length, log_alpha, FLOOR), eps, GROUP,
+        DIM, REL,
+    )  # fmt: skip
+    k_new = normalised(convolved(k3, k0, k1, k2, kw0, kw1, kw2, kw3), k_gain, eps, DIM)
+    v_new = convolved(v3, v0, v1, v2, vw0, vw1, vw2, vw3)
+    maximum, total, output = first_state(
+        newest, query, relative, k_new, v_new, nearest, DIM, SCALE, PARTS
+    )
+    if newest:
+        keep_key_value(
+            k_new, v_new, d, inside, kv_pool, location, layer, pages, head, KV_HEADS, PAGE, DIM
+        )
+        keep_inputs(
+            length, k0, k1, k2, k3, k_channel, v0, v1, v2, v3, v_channel, inside, conv_pool, layer,
+            pool_slots, slot, source != slot, wanted, destination_slots, destination_offsets, of,
+            RING, KV, DESTINATIONS,
+        )  # fmt: skip
+    if PARTS > 1:
         query = tl.broadcast_to(query[None, :, :], (PARTS, GROUPS, DIMS))
         relative = tl.broadcast_to(relative[None, :, :], (PARTS, GROUPS, RELS))
-        maximum = tl.full((PARTS, GROUPS), -1e30, tl.float32)
-        output = tl.zeros((PARTS, GROUPS, DIMS), tl.float32)
-    total = tl.zeros_like(maximum)
     r_high, r_low = two_parts(relative * DIM, rel_proj.dtype.element_ty)
     if SINGLE:
-        distance = position - first * BLOCK - n
-        where = key_pointers(
-            kv_pool, page, first, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
-        )
-        k = tl.load(where, d < DIM, other=0.0)
-        read = tl.expand_dims(visible(distance, WINDOW), axis) & (d < DIM)
-        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
         maximum, total, output = attend(
             query, r_high, r_low, following, k, v, distance, maximum, total, output,
             SCALE, EXTENT, WINDOW,
@@ -247,86 +247,72 @@ def decode_kernel(
             bank = following
             distance = position - block * BLOCK - n
             following = bank_slice(rel_proj, distance - BLOCK, REL, RELS, EXTENT)
-            where = key_pointers(
-                kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
-            )
+            of_block = page
             page = page_of(table, block + 1, anchor, PAGE, TABLE, BLOCK)
-            k = tl.load(where, d < DIM, other=0.0)
-            read = tl.expand_dims(visible(distance, WINDOW), axis) & (d < DIM)
-            v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
+            k, v = keys_and_values(
+                kv_pool, of_block, block, n, d, DIM, distance, layer, pages, head,
+                KV_HEADS, PAGE, BLOCK, DIM, WINDOW,
+            )  # fmt: skip
             maximum, total, output = attend(
                 query, r_high, r_low, bank, k, v, distance, maximum, total, output,
                 SCALE, EXTENT, WINDOW,
             )  # fmt: skip
     if PARTS > 1:
         maximum, total, output = merge_parts(maximum, total, output, GROUP)
-    g = tl.arange(0, maximum.shape[0])
-    heads = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    at = (head * GROUP + g)[:, None] * DIM + d[None, :]
-    if (SPLITS == 1) | (active == 1):
-        tl.store(out + line * DIM + at, (output / total[:, None]).to(out.dtype.element_ty), heads)
-    if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
-        if active > 1:
-            # Scratch is the row's, not its token's: so no two rows share flags, on garbage either.
-            cell = tl.cast(row, tl.int64) * HEADS + head * GROUP
-            lane = (cell + g) * SPLITS + split
-            tl.store(stats + lane * 2, maximum, g < GROUP)
-            tl.store(stats + lane * 2 + 1, total, g < GROUP)
-            tl.store(partial + lane[:, None] * DIM + d[None, :], output, heads)
-            tl.debug_barrier()
-            mergers = tl.minimum(active, MERGERS)
-            flag = flags + (tl.cast(row, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
-            j = tl.arange(0, MERGERS)
-            tl.atomic_xchg(flag + j * SPLITS + split, RAISED, j < mergers, sem="release")
-            place = active - 1 - split
-            if place < mergers:
-                merge_splits(
-                    partial + cell * (SPLITS * DIM), stats + cell * (SPLITS * 2),
-                    flag + place * SPLITS, out + (line + head * GROUP) * DIM, active, place,
-                    mergers, GROUP, DIM, DIMS, SPLITS, PADDED, SLICES, SLICE,
-                )  # fmt: skip
+    finish(
+        maximum, total, output, out, partial, stats, flags, row, token, head, split, active,
+        KV_HEADS, GROUP, DIM, DIMS, SPLITS, PADDED, MERGERS, SLICES, SLICE,
+    )  # fmt: skip
 
 
 def attention_decode(
-    q: Tensor,
-    r: Tensor,
-    rel_proj: Tensor,
+    qkvr: Tensor,
+    kv_conv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
     kv_pool: Tensor,
-    page_table: Tensor,
+    conv_pool: Tensor,
+    positions: Tensor,
+    token_rows: Tensor,
+    locations: Tensor,
     slots: Tensor,
+    sources: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    destination_slots: Tensor,
+    destination_offsets: Tensor,
+    rel_proj: Tensor,
+    page_table: Tensor,
     layer: int,
+    heads: int,
     window: int,
-    most: int,
+    log_floor: int,
+    log_alpha: float,
+    eps: float,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
-    if most > 1:
-        return attend_several(
-            q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window, most
-        )
-    (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
-    (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
-    group, wide = heads // kv_heads, q.dtype == torch.float32
-    config = configure(tokens, kv_heads, table * page, window, wide)
-    slices = min(config.slices, triton.next_power_of_2(group))
+    tokens, (rel, extent), rows = qkvr.shape[0], rel_proj.shape, slots.shape[0]
+    (lines, table), (pages, _, kv_heads, page, dim) = page_table.shape, kv_pool.shape[1:]
+    group = triton.next_power_of_2(heads // kv_heads)
+    config = configure(tokens, kv_heads, table * page, window, qkvr.dtype == torch.float32)
+    slices = min(config.slices, group)
     mergers = 1 if INTERPRETED else slices  # the interpreter runs one program after another
-    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    out = qkvr.new_empty(tokens, heads * dim)
     share = (tokens, heads, config.splits) if config.splits > 1 else (1, 1, 1)
-    partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
-    stats = torch.empty((*share, 2), dtype=torch.float32, device=q.device)
-    flags = torch.empty((*share, mergers), dtype=torch.int64, device=q.device)
+    partial, stats = kv_conv.new_empty(*share, dim), kv_conv.new_empty(*share, 2)
+    flags = locations.new_empty(*share, mergers)
     launchable(decode_kernel)[(config.splits, kv_heads, tokens)](
-        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
-        tokens, rows, lines, pages, LAYER_UNIT.value * layer,
-        KV_HEADS=kv_heads, GROUP=group, GROUPS=max(16, triton.next_power_of_2(group)),
-        DIM=dim, DIMS=max(16, triton.next_power_of_2(dim)),
-        REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
-        EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
-        SPLITS=config.splits, LEAST=config.least, BLOCK=config.block, PARTS=config.parts,
-        SINGLE=config.single, PADDED=triton.next_power_of_2(config.splits), MERGERS=mergers,
-        SLICES=slices, SLICE=triton.next_power_of_2(group) // slices,
-        num_warps=config.warps, num_stages=config.stages,
+        qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts,
+        lengths, destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats,
+        flags, tokens, rows, lines, pages, conv_pool.shape[1], LAYER_UNIT.value * layer, log_alpha,
+        eps, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, REL=rel,
+        GROUPS=max(16, group), DIMS=max(16, triton.next_power_of_2(dim)),
+        RELS=max(16, triton.next_power_of_2(rel)), EXTENT=extent, WINDOW=window, PAGE=page,
+        TABLE=table, FLOOR=log_floor, SPLITS=config.splits, LEAST=config.least, BLOCK=config.block,
+        PADDED=triton.next_power_of_2(config.splits), PARTS=config.parts, SINGLE=config.single,
+        DESTINATIONS=destination_slots.shape[1], RING=conv_pool.shape[2], MERGERS=mergers,
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), SLICES=slices,
+        SLICE=group // slices, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
 
@@ -343,20 +329,30 @@ def compile_cases() -> list[CompileCase]:
         (1, 1, 512, 42),
         (128, 1, 512, 42),
     ):
-        heads = 4 * kv_heads
+        heads, kv = 4 * kv_heads, 2 * kv_heads * dim
+        lines = [meta(rows, dtype=i32) for _ in range(4)]
         cases += launches(
             f"decode-r{rows}-kv{kv_heads}-w{window}",
             attention_decode,
-            meta(rows, heads, dim),
-            meta(rows, heads, rel, dtype=torch.float32),
-            meta(rel, window or 1024),
+            meta(rows, heads * (dim + rel) + kv),
+            meta(kv, 4, dtype=torch.float32),
+            meta(dim),
+            meta(dim),
             meta(7, 8192, 2, kv_heads, page, dim),
-            meta(129, table, dtype=i32),
-            meta(rows, dtype=i32),
+            meta(7, 160, 3, kv),
+            *lines[:2],
+            meta(rows, dtype=torch.int64),
+            *lines[2:],
             meta(rows + 1, dtype=i32),
             meta(rows, dtype=i32),
+            *(meta(rows, 1, dtype=i32) for _ in range(2)),
+            meta(rel, window or 1024),
+            meta(129, table, dtype=i32),
             3,
+            heads,
             window,
-            1,
+            0 if window else 128000,
+            0.1,
+            1e-6,
         )
-    return cases + several_cases()
+    return cases

@@ -26,6 +26,7 @@ from inkling_engine.kernels._conv_triton import (
     ring_at,
     save_snapshots,
     turns,
+    wants_snapshots,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
@@ -174,10 +175,7 @@ def prologue_kernel(
         moved = source != slot
         old = ring_at(conv_pool, layer, pool_slots, source, RING, KV)
         ring = ring_at(conv_pool, layer, pool_slots, slot, RING, KV)
-        j = tl.arange(0, DESTINED)
-        wanted = tl.load(
-            destination_slots + program * DESTINATIONS + j, j < DESTINATIONS, other=0
-        )  # fmt: skip
+        wanted = wants_snapshots(destination_slots, program, DESTINATIONS, DESTINED)
         follow()
         if count > 0:
             # All loads stand before the first store: the compiler moves none across one.
@@ -193,7 +191,7 @@ def prologue_kernel(
                 pages, layer, eps,
                 HEADS, KV_HEADS, DIM, DIMS, PAGE, WIDTH, TILE, RING,
             )  # fmt: skip
-            if tl.max(wanted) != 0:
+            if wanted:
                 save_snapshots(
                     old, length, inputs, count, channels, DIM, RING, KV, WIDTH, conv_pool, layer,
                     pool_slots, destination_slots, destination_offsets, program, DESTINATIONS,

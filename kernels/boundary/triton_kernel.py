@@ -28,6 +28,7 @@ from inkling_engine.kernels._conv_triton import (
     ring_at,
     save_snapshots,
     turns,
+    wants_snapshots,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
@@ -128,7 +129,8 @@ def boundary_kernel(
     destination_slots, destination_offsets, hidden, normed,
     tokens, rows, pool_slots, layer, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, HOLD: tl.constexpr,
-    ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr, RING: tl.constexpr,
+    ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr,
+    DESTINED: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
@@ -167,6 +169,7 @@ def boundary_kernel(
     inputs = x + at
     old = ring_at(conv_pool, layer, pool_slots, source, RING, WIDTH)
     ring = ring_at(conv_pool, layer, pool_slots, slot, RING, WIDTH)
+    wanted = wants_snapshots(destination_slots, row, DESTINATIONS, DESTINED)
     if ALONE:  # only x comes from the launch before
         some = channels < tl.where(count > 0, WIDTH, 0)
         carried = tl.load(residual + at + channels, some, other=0.0)
@@ -174,6 +177,9 @@ def boundary_kernel(
     z1 = history(old, length, inputs, first, 1, channels, RING, WIDTH)
     z2 = history(old, length, inputs, first, 2, channels, RING, WIDTH)
     if ALONE:
+        if HOLD:
+            w0, w1, w2, w3 = split_taps(taps, BLOCK)
+            s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
         follow()
     n0 = renewal(old, length, inputs, 0, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
     n1 = renewal(old, length, inputs, 1, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
@@ -184,18 +190,20 @@ def boundary_kernel(
         if not ALONE:
             carried = tl.load(residual + at + channels, some, other=0.0)
     if row_count > 0:
-        save_snapshots(
-            old, length, inputs, row_count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool, layer,
-            pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
-        )  # fmt: skip
+        if wanted:
+            save_snapshots(
+                old, length, inputs, row_count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool,
+                layer, pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
+            )  # fmt: skip
         tl.debug_barrier()  # every thread has read the old inputs, which may be the same slot's
         renew(ring, n0, length, 0, row_count, moved, channels, WIDTH, RING, WIDTH)
         renew(ring, n1, length, 1, row_count, moved, channels, WIDTH, RING, WIDTH)
         renew(ring, n2, length, 2, row_count, moved, channels, WIDTH, RING, WIDTH)
     if not HOLD:
         taps = load_taps(conv_weight, channels, mask)
-    w0, w1, w2, w3 = split_taps(taps, BLOCK)
-    s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
+    if not (ALONE and HOLD):
+        w0, w1, w2, w3 = split_taps(taps, BLOCK)
+        s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
     for i in tl.range(0, count, num_stages=STAGES):
         if STAGES == 1:
             z, base = following.to(tl.float32), carried.to(tl.float32)
@@ -259,7 +267,8 @@ def boundary(
         lengths, destination_slots, destination_offsets, hidden, normed,
         tokens, rows, pool_slots, LAYER_UNIT.value * layer, eps,
         WIDTH=width, BLOCK=config.block, STRIP=config.strip, HOLD=config.hold, ALONE=alone,
-        STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1], RING=ring,
+        STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1],
+        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring,
         num_warps=config.warps,
     )  # fmt: skip
     return hidden, normed

@@ -2,7 +2,7 @@
 #include "../native/gemm.h"
 
 namespace inkling {
-namespace moe {
+namespace mixture {
 
 // One expert's MLP over `count` gathered rows: out [count, hidden] fp32. silu(g) * u is rounded to T.
 template <typename T>
@@ -43,14 +43,14 @@ inline void group(const int32_t* expert_of, int64_t count, int64_t experts, int3
   for (int64_t a = 0; a < count; a++) order[next[expert_of[a]]++] = a;
 }
 
-}  // namespace moe
+}  // namespace mixture
 
 inline Tensor experts(const Tensor& y, const Tensor& w13, const Tensor& w2, const Tensor& chosen, const Tensor& weights,
                       const Tensor&, const Tensor& starts) {
   int64_t tokens = y.size(0), hidden = y.size(1), count = w2.size(0), width = w2.size(2), slots = weights.size(1);
   int64_t assigned = data<int32_t>(starts)[starts.size(0) - 1] * slots, most = 0;
   std::vector<int32_t> assignments(assigned), bounds(count + 1);
-  moe::group(data<int32_t>(chosen), assigned, count, assignments.data(), bounds.data());
+  mixture::group(data<int32_t>(chosen), assigned, count, assignments.data(), bounds.data());
   for (int64_t e = 0; e < count; e++) most = std::max<int64_t>(most, bounds[e + 1] - bounds[e]);
   Tensor out = make(y.scalar_type(), {tokens, hidden});
   gemm::RowBuffer rows(most, hidden), activation(most, width);
@@ -69,11 +69,11 @@ inline Tensor experts(const Tensor& y, const Tensor& w13, const Tensor& w2, cons
       gemm::Weight<T> up{data<T>(w13) + e * 2 * width * hidden, 2 * width, hidden};
       gemm::Weight<T> back{data<T>(w2) + e * hidden * width, hidden, width};
       if (members)
-        moe::run_expert(rows.rows(), members, up, back, gate_up.get(), activation, down.get() + first * hidden);
+        mixture::run_expert(rows.rows(), members, up, back, gate_up.get(), activation, down.get() + first * hidden);
     }
     int64_t live = assigned / slots;
     for (int64_t t = 0; t < live; t++)
-      moe::combine(down.get(), data<float>(weights) + t * slots, places.data() + t * slots, slots, hidden, sum.data(),
+      mixture::combine(down.get(), data<float>(weights) + t * slots, places.data() + t * slots, slots, hidden, sum.data(),
                    data<T>(out) + t * hidden);
     std::fill(data<T>(out) + live * hidden, data<T>(out) + tokens * hidden, T{});
   });

@@ -1,6 +1,7 @@
 // All native CPU kernels in one library; each op's folder holds its own.
 #include "../attention_decode/native.h"
 #include "../attention_extend/native.h"
+#include "../attention_verify/native.h"
 #include "../attention_prologue/native.h"
 #include "../boundary/native.h"
 #include "../commit/native.h"
@@ -13,6 +14,7 @@
 #include "../experts/native.h"
 #include "../head/native.h"
 #include "../linear/native.h"
+#include "../moe/native.h"
 #include "../rmsnorm/native.h"
 #include "../router/native.h"
 #include "../sample/native.h"
@@ -22,6 +24,7 @@
 STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("attention_decode", TORCH_BOX(&inkling::attention_decode));
   m.impl("attention_extend", TORCH_BOX(&inkling::attention_extend));
+  m.impl("attention_verify", TORCH_BOX(&inkling::attention_verify));
   m.impl("attention_prologue", TORCH_BOX(&inkling::attention_prologue));
   m.impl("boundary", TORCH_BOX(&inkling::boundary));
   m.impl("commit", TORCH_BOX(&inkling::commit));
@@ -34,6 +37,7 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("experts", TORCH_BOX(&inkling::experts));
   m.impl("head", TORCH_BOX(&inkling::head));
   m.impl("linear", TORCH_BOX(&inkling::linear));
+  m.impl("moe", TORCH_BOX(&inkling::moe));
   m.impl("rmsnorm", TORCH_BOX(&inkling::rmsnorm));
   m.impl("router", TORCH_BOX(&inkling::router));
   m.impl("sample", TORCH_BOX(&inkling::sample));

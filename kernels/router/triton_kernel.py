@@ -137,8 +137,8 @@ def gate_config(tokens: int, experts: int, depth: int, item_bytes: int) -> Gate:
     return Gate(block_t, block_e, block_k, splits, warps)
 
 
-def _gate(y: Tensor, gate_weight: Tensor) -> Tensor:
-    """logits [splits, tokens, experts] f32."""
+def gate_logits(y: Tensor, gate_weight: Tensor) -> Tensor:
+    """Logits [splits, tokens, experts] f32, each a part of the depth."""
     (tokens, depth), count = y.shape, gate_weight.shape[0]
     if tokens == 1 and depth <= MAX_DEPTH:
         logits = y.new_empty(1, tokens, count, dtype=torch.float32)
@@ -170,7 +170,7 @@ def router(
     tokens, count, slots = y.shape[0], gate_weight.shape[0], top_k + shared
     experts, weights = starts.new_empty(tokens, slots), gate_bias.new_empty(tokens, slots)
     places = starts.new_empty(tokens, gate_bias.shape[0], dtype=torch.int8)
-    logits = _gate(y, gate_weight)
+    logits = gate_logits(y, gate_weight)
     launchable(choose_kernel)[(tokens,)](
         logits, gate_bias, gate_scale, starts, experts, weights, places,
         ROWS=starts.shape[0] - 1, TOKENS=tokens, ROUTED=gate_bias.shape[0], EXPERTS=count, TOP_K=top_k, SLOTS=slots,

@@ -1,5 +1,6 @@
 """Cases of attention: decode over contexts, extend of chunks that end at one, peers beside them.
 
+Ours of a decode step begins with the raw product; a peer gets what the prologue makes of it.
 FlexAttention gets the same keys and the same bias: a table of r @ rel_proj, gathered by distance
 in its score function. It is timed with the table's product and without.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from inkling_engine.artifacts.spec import LayerKind, ModelShape
 from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_extend import attention_extend
+from inkling_engine.kernels.attention_prologue import attention_prologue
 
 CONTEXTS = (1024, 8192, 65536)
 EXTEND_END = 8192
@@ -69,6 +71,38 @@ def call_arguments(
     ]
 
 
+def prologue_arguments(target: Target, setting: Setting, layer: str) -> tuple[Any, ...]:
+    """What the prologue and a decode step's attention begin with."""
+    shape, meta, kind = setting.shape, setting.meta, kind_named(setting.shape, layer)
+    width = 2 * kind.kv_heads * kind.head_dim
+    return (
+        target.normal(setting.tokens, width + kind.heads * (kind.head_dim + shape.rel_dim)),
+        target.normal(width, 4, scale=0.5, dtype=torch.float32),
+        target.near_one(kind.head_dim),
+        target.near_one(kind.head_dim),
+        setting.pools[f"kv_{layer}"],
+        setting.pools[f"conv_kv_{layer}"],
+        meta.positions,
+        meta.token_rows,
+        meta.window_locations if layer == "window" else meta.full_locations,
+        *setting.row_state,
+    )
+
+
+def decode_arguments(
+    target: Target, setting: Setting, layer: str, number: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of a decode step's attention, and of extend attention for the same token."""
+    shape, meta, kind = setting.shape, setting.meta, kind_named(setting.shape, layer)
+    scaling = (0 if layer == "window" else shape.log_floor, shape.log_alpha, shape.eps)
+    begin = prologue_arguments(target, setting, layer)
+    bank = target.normal(shape.rel_dim, kind.extent, scale=0.5)
+    table, rows = setting.pools[f"{layer}_table"], (meta.slots, meta.starts, meta.lengths)
+    q, r = attention_prologue(*begin, number, kind.heads, *scaling)
+    whole = (*begin, bank, table, number, kind.heads, kind.window, *scaling)
+    return whole, (q, r, bank, setting.pools[f"kv_{layer}"], table, *rows, number, kind.window)
+
+
 def decode_work(target: Target, shape: ModelShape, rows: int, layer: str, context: int) -> Work:
     """One token a row after `context` tokens (the last of them its own)."""
     kind = kind_named(shape, layer)
@@ -76,15 +110,19 @@ def decode_work(target: Target, shape: ModelShape, rows: int, layer: str, contex
     moved = rows * (4.0 * seen * kind.kv_heads + 4 * kind.heads) * kind.head_dim
     layers = copies_for(moved)
     setting = Setting(shape, "decode", rows, rows, context - 1, layers, target.device)
-    calls = call_arguments(target, setting, layer, kind, 1)
-    sides: dict[str, list[Call]] = {"ours": [partial(attention_decode, *call) for call in calls]}
+    made = [decode_arguments(target, setting, layer, number) for number in range(layers)]
+    calls = [inner for _, inner in made]
+    sides: dict[str, list[Call]] = {
+        "ours": [partial(attention_decode, *whole) for whole, _ in made]
+    }
     if target.peer is not None:
         sides["peer"] = list(peer_calls(target.peer, calls))
 
     def check() -> None:
-        places, wanted = reference(calls[0], target.device)
-        for name, side in sides.items():
-            assert_near(side[0]().flatten(1)[places], wanted, name, tolerance=TOLERANCE[name])
+        for name, side in sides.items():  # ours writes the newest key, so it comes first
+            found = side[0]().flatten(1)
+            places, wanted = reference(calls[0], target.device)
+            assert_near(found[places], wanted, name, tolerance=TOLERANCE[name])
 
     return Work(moved, 4.0 * rows * seen * kind.heads * kind.head_dim, sides, check)
 

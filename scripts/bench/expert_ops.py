@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.experts import experts
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.router import router
 
 CUT_EITHER_WAY = 5e-3  # share of rows whose choice rounding of the logits may change
@@ -28,7 +29,9 @@ def cases(target: Target, rows: int) -> Iterator[Case]:
     """Router, experts with a given routing, and the block of both."""
     yield Case("router", "", rows, 0, partial(router_work, target, rows))
     yield Case("experts", "given routing", rows, 0, partial(experts_work, target, rows))
-    yield Case("experts", "block", rows, 0, partial(block_work, target, rows))
+    yield Case(
+        "moe" if rows == 1 else "experts", "block", rows, 0, partial(block_work, target, rows)
+    )
 
 
 def router_arguments(target: Target, y: Tensor, layer: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -131,7 +134,11 @@ def block_work(target: Target, rows: int) -> Work:
 
 
 def block(target: Target, y: Tensor, layer: tuple[Tensor, ...]) -> Tensor:
-    """Router and experts in a row."""
+    """Router and experts in a row, in one op for one token as a step has them."""
+    if len(y) == 1:
+        _, *gate, starts, top, shared, scale = router_arguments(target, y, layer)
+        one: Tensor = moe(y, *gate, *layer[3:], starts, top, shared, scale)
+        return one
     out: Tensor = experts(*experts_arguments(target, y, layer)[0])
     return out
 

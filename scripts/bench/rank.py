@@ -150,19 +150,24 @@ class RankStep:
     def experts_hit(self, bucket: Bucket, rows: dict[str, Tensor]) -> float:
         """Mean over the MoE layers of the distinct routed experts of one step."""
         hit: list[int] = []
-        original = block.__dict__["router"]
+        router, moe = block.__dict__["router"], block.__dict__["moe"]
 
         def watch(*arguments: Tensor) -> tuple[Tensor, ...]:
-            result: tuple[Tensor, ...] = original(*arguments)
+            result: tuple[Tensor, ...] = router(*arguments)
             chosen = result[0][:, : self.spec.shape.experts_per_token]
             hit.append(len(chosen.unique()))
             return result
 
-        block.__dict__["router"] = watch
+        def watch_moe(*arguments: Tensor) -> Tensor:
+            watch(*arguments[:4], *arguments[6:])
+            result: Tensor = moe(*arguments)
+            return result
+
+        block.__dict__.update(router=watch, moe=watch_moe)
         try:
             self.eager(bucket, rows)()
         finally:
-            block.__dict__["router"] = original
+            block.__dict__.update(router=router, moe=moe)
         return sum(hit) / max(1, len(hit))
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from bench.attention_ops import prologue_arguments
 from bench.setting import Setting
 from bench.timing import copies_for, nbytes
 from bench.work import Case, Target, Work, check_op, kind_of
@@ -153,22 +154,9 @@ def prologue_work(target: Target, rows: int) -> Work:
     copies = min(16, copies_for(moved))
     setting = setting_for(target, rows, copies)
     moved += 2 * 2 * nbytes(setting.pools["conv_kv_window"][0, : setting.rows])
-    meta = setting.meta
+    scaling = kind.heads, s.log_floor, s.log_alpha, s.eps
     calls = [
-        (
-            target.normal(rows, total),
-            target.normal(width, 4, scale=0.5, dtype=torch.float32),
-            target.near_one(kind.head_dim),
-            target.near_one(kind.head_dim),
-            setting.pools["kv_window"],
-            setting.pools["conv_kv_window"],
-            meta.positions,
-            meta.token_rows,
-            meta.window_locations,
-            *setting.row_state,
-            *(layer, kind.heads, s.log_floor, s.log_alpha, s.eps),
-        )
-        for layer in range(copies)
+        (*prologue_arguments(target, setting, "window"), layer, *scaling) for layer in range(copies)
     ]
     return work(attention_prologue, calls, moved, 0, target.device)
 

@@ -45,7 +45,10 @@ HEADER = "CUresult CUDAAPI cuModuleLoad(CUmodule *module); /* see cuLaunchKernel
 @pytest.fixture
 def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A CUDA installation with one header, which is the one that is found."""
-    (tmp_path / "include").mkdir()
+    for name in cross.HEADERS:
+        header = tmp_path / "include" / name
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.touch()
     (tmp_path / "include" / "cuda.h").write_text(HEADER)
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", "0.0")
@@ -129,7 +132,7 @@ def test_programs_depend_on_the_real_libcuda(headers: Path, tmp_path: Path) -> N
 
 
 def test_missing_headers_are_named(headers: Path) -> None:
-    (headers / "include" / "cuda.h").unlink()
+    (headers / "include" / "nv" / "target").unlink()
     before = everything()
     wanted = pytest.raises(FailedError, match=r"CUDA headers: .*nvidia-cuda-runtime")
     with wanted, cross.without_gpu("sm90"):

@@ -18,15 +18,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inkling_engine.kernels._case_rows import INERT, Row, Step
-from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._cases import Case, normal
 from inkling_engine.kernels.attention_decode import attention_decode
+from inkling_engine.kernels.attention_decode.cases import cases as decode_cases
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_extend.cases import BIG, FULL, LOCAL, SMALL, Heads
+from inkling_engine.kernels.attention_prologue import attention_prologue
+from inkling_engine.kernels.attention_verify import attention_verify
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 LINES = 4
 TOTAL = 300  # positions of the request, past window 128 and extent 256
+DECODE_CASES = decode_cases()
 SHAPES = {"full": FULL, "local": LOCAL, "big": BIG, "small": SMALL}
 
 
@@ -60,13 +64,13 @@ def make_request(shape: Heads, dtype: torch.dtype = torch.float32, page_size: in
 def attend(
     request: Request, rows: list[Row], *, most: int = 0, first: int = 0, padding: int = 0
 ) -> Tensor:
-    """One call with `rows`, each a chunk of the request's positions (inert ones left out); a decode
+    """One call with `rows`, each a chunk of the request's positions (inert ones left out); a verify
     step if `most` is given."""
     chunks = [torch.arange(row.length, row.length + row.count) for row in rows]
     chosen = torch.cat([*chunks, torch.full((padding,), TOTAL - 1)])
     step = sized(tuple(rows), len(chosen), request.pool.shape[4])
     table = sized((Row(2, 0, TOTAL),), TOTAL, request.pool.shape[4]).page_table
-    op = attention_decode if most else attention_extend
+    op = attention_verify if most else attention_extend
     q, r = request.q[chosen], request.r[chosen]
     metadata = table, step.slots, step.starts, step.lengths
     output = op(
@@ -102,7 +106,7 @@ def dense(request: Request, position: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_decode_extend_and_batches_of_them_give_equal_bits(name: str, dtype: torch.dtype) -> None:
+def test_one_row_and_a_row_a_token_give_equal_bits(name: str, dtype: torch.dtype) -> None:
     request = make_request(SHAPES[name], dtype)
     whole = attend(request, [Row(2, 0, TOTAL)], padding=3)
     singles = [Row(2, position) for position in range(TOTAL)]
@@ -216,7 +220,7 @@ def test_ring_of_pages_holds_a_window() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 5])
-def test_decode_refuses_a_longer_row(most: int) -> None:
+def test_verify_refuses_a_longer_row(most: int) -> None:
     request = make_request(SMALL)
     attend(request, [Row(2, 0, most)], most=most)
     with pytest.raises(RuntimeError, match="more tokens than `most`"):
@@ -244,6 +248,29 @@ def test_keys_before_the_first_are_not_there(name: str, first: int) -> None:
     q, r = request.q.roll(-first, 0), request.r.roll(-first, 0)
     fresh = attend(request._replace(pool=shifted, q=q, r=r), [Row(2, 0, 150)])
     torch.testing.assert_close(whole, fresh, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
+def test_a_decode_step_is_prologue_and_attention_to_the_bit(case: Case) -> None:
+    ours, theirs = (
+        [a.clone() if isinstance(a, Tensor) else a for a in case.arguments] for _ in range(2)
+    )
+    found = attention_decode(*ours)
+    *prologue, rel_proj, table, layer, heads, window, floor, alpha, eps = theirs
+    q, r = attention_prologue(*prologue, layer, heads, floor, alpha, eps)
+    rows = theirs[9], theirs[11], theirs[12]
+    assert torch.equal(
+        found, attention_extend(q, r, rel_proj, theirs[4], table, *rows, layer, window, 0)
+    )
+    for written in (4, 5):
+        assert torch.equal(ours[written].nan_to_num(), theirs[written].nan_to_num())
+
+
+def test_decode_refuses_a_row_of_two_tokens() -> None:
+    arguments = list(DECODE_CASES[0].arguments)
+    arguments[11] = torch.tensor([0, 2, 2, 2, 2, 2, 2, 2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="at most one token"):
+        attention_decode(*arguments)
 
 
 def test_not_finite_queries_spoil_only_themselves() -> None:

@@ -18,6 +18,7 @@ from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.router.cases import ROUTE_SCALE, Gate, gate_weights
 from inkling_engine.kernels.step_metadata import StepMeta, step_metadata
@@ -95,6 +96,8 @@ def test_router_and_experts(gate: Gate, padding: int, dtype: torch.dtype) -> Non
             tokens, *weights, starts, gate.top_k, gate.shared, ROUTE_SCALE
         )
         out = experts(tokens, w13, w2, chosen, mixed, places, starts)
+        sizes = gate.top_k, gate.shared, ROUTE_SCALE
+        assert torch.equal(moe(tokens, *weights, w13, w2, starts, *sizes), out)
         results = torch.cat([chosen.view(torch.float32), mixed, places.float(), out.float()], dim=1)
         assert not results[len(some) :].any(), "padded tokens are not zero"
         return results[: len(some)]

@@ -26,7 +26,7 @@ from inkling_engine.kernels.ops import OPS
 pytest.importorskip("triton", reason="needs Triton")
 
 GROUPS = (
-    ("experts", "router", "swiglu", "rmsnorm", "embed_norm"),
+    ("experts", "moe", "router", "swiglu", "rmsnorm", "embed_norm"),
     ("sample", "commit", "step_metadata", "linear", "head"),
     ("attention_decode", "attention_extend"),
     ("attention_prologue", "boundary"),

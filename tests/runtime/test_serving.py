@@ -283,7 +283,7 @@ Event = tuple[str, int, int]
 @given(
     events=st.lists(
         st.tuples(
-            st.sampled_from(("submit", "submit", "submit", "step", "abort")),
+            st.sampled_from(("submit", "submit", "submit", "step", "step", "abort", "preempt")),
             st.integers(1, 50),
             st.integers(1, 30),
         ),
@@ -332,6 +332,9 @@ def test_any_traffic_in_tiny_pools_gives_solo_results(
             requests.append(engine.submit(prompt, params, priority=first % 3))
         elif kind == "abort" and requests:
             engine.abort(requests[first % len(requests)])
+        elif kind == "preempt":
+            if inside := engine.scheduler.prefilling + engine.scheduler.decoding:
+                engine.scheduler.preempt(inside[first % len(inside)])
         else:
             step(engine)
     finish_fairly(engine, requests)

@@ -24,7 +24,7 @@ from oracle.test_appendix_a import IDS, Run
 from support import faults
 from support.checkpoints import write_appendix_a
 from support.engines import open_engine
-from support.faults import ATTENTION, CONVOLVING, METADATA, SAMPLE, Plant, before, given
+from support.faults import ATTENTION, CONVOLVING, METADATA, PROLOGUE, SAMPLE, Plant, before, given
 from support.rig import Model, Traces, native_step
 from support.stepper import Stepper, convert, recorded
 
@@ -141,7 +141,7 @@ def evicts_live_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stock, "drop", wrong)
 
 
-BOUNDARY, PROLOGUE = (block, "boundary"), (block, "attention_prologue")
+BOUNDARY = (block, "boundary")
 FAULTS = [
     Fault(
         "a conv window is the last three inputs",
@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         "padded tokens write no KV",
         "they write to page 0",
-        before(faults.writes_padded_kv, PROLOGUE),
+        before(faults.writes_padded_kv, *PROLOGUE),
         EXACT,
     ),
     Fault(
@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "tau is that of the absolute position",
         "positions count from the chunk's start",
-        before(given(positions=faults.from_the_chunk), PROLOGUE),
+        before(given(positions=faults.from_the_chunk), *PROLOGUE),
         REUSED,
     ),
     Fault(

@@ -26,8 +26,13 @@ Call = Callable[[Arguments], Any]
 Change = Callable[[Call, Arguments], Any]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
-CONVOLVING = ((block, "boundary"), (block, "attention_prologue"))
-ATTENTION = ((model, "attention_decode"), (model, "attention_extend"))
+PROLOGUE = ((block, "attention_prologue"), (block, "attention_decode"))
+CONVOLVING = ((block, "boundary"), *PROLOGUE)
+ATTENTION = (
+    (block, "attention_decode"),
+    (model, "attention_extend"),
+    (model, "attention_verify"),
+)
 METADATA = ((steps, "step_metadata"),)
 SAMPLE = ((steps, "sample"),)
 

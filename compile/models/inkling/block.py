@@ -15,10 +15,12 @@ from torch import Tensor
 
 from inkling_engine.artifacts.spec import LayerKind, ModelShape
 from inkling_engine.kernels._op import Op
+from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.linear import linear
+from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.swiglu import swiglu
 
@@ -70,13 +72,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the blocks of one pass share; `world` ranks, `log_floor` 0 turns log scaling off."""
+    """What the blocks of one pass share; `world` ranks, `log_floor` 0 turns log scaling off. Without
+    `attention` every row has at most one token."""
 
     shape: ModelShape
     weights: Mapping[str, Tensor]
     pools: Mapping[str, Tensor]
     rows: Rows
-    attention: Attention
+    attention: Attention | None
     log_floor: int
     world: int
 
@@ -93,8 +96,8 @@ class Blocks:
     def _attention(self, x_TH: Tensor, place: Place) -> Tensor:
         w, s, rows, scope = self.weights, self.shape, self.rows, place.scope
         name = "window" if place.kind.window else "full"
-        kv_pool, layer = self.pools[f"kv_{place.family}{name}"], place.number_in_kind
-        q_TND, r_TNR = attention_prologue(
+        kv_pool, table = self.pools[f"kv_{place.family}{name}"], self.pools[f"{name}_table"]
+        inputs = (
             linear(x_TH, w[f"{scope}qkvr"]),
             w[f"{scope}kv_conv"],
             w[f"{scope}q_norm"],
@@ -105,26 +108,17 @@ class Blocks:
             rows.token_rows,
             rows.window_locations if place.kind.window else rows.full_locations,
             *self._windows(),
-            layer,
-            place.kind.heads // self.world,
-            0 if place.kind.window else self.log_floor,
-            s.log_alpha,
-            s.eps,
         )
-        attend, lengths, bound = self.attention
-        o_TC = attend(
-            q_TND,
-            r_TNR,
-            w[f"{scope}rel_proj"],
-            kv_pool,
-            self.pools[f"{name}_table"],
-            rows.slots,
-            rows.starts,
-            lengths,
-            layer,
-            place.kind.window,
-            bound,
-        )
+        bank, layer, window = w[f"{scope}rel_proj"], place.number_in_kind, place.kind.window
+        heads = place.kind.heads // self.world
+        scaling = (0 if window else self.log_floor, s.log_alpha, s.eps)
+        if self.attention is None:
+            o_TC = attention_decode(*inputs, bank, table, layer, heads, window, *scaling)
+        else:
+            q_TND, r_TNR = attention_prologue(*inputs, layer, heads, *scaling)
+            attend, lengths, bound = self.attention
+            state = kv_pool, table, rows.slots, rows.starts, lengths
+            o_TC = attend(q_TND, r_TNR, bank, *state, layer, window, bound)
         a_TH: Tensor = linear(o_TC, w[f"{scope}o"])
         return a_TH
 
@@ -136,25 +130,14 @@ class Blocks:
 
     def _experts(self, y_TH: Tensor, place: Place) -> Tensor:
         w, s, scope = self.weights, self.shape, place.scope
-        chosen_TK, weights_TK, places_TE = router(
-            y_TH,
-            w[f"{scope}gate_weight"],
-            w[f"{scope}gate_bias"],
-            w[f"{scope}gate_scale"],
-            self.rows.starts,
-            s.experts_per_token,
-            s.shared_experts,
-            s.route_scale,
-        )
-        m_TH: Tensor = experts(
-            y_TH,
-            w[f"{scope}experts_w13"],
-            w[f"{scope}experts_w2"],
-            chosen_TK,
-            weights_TK,
-            places_TE,
-            self.rows.starts,
-        )
+        gate = tuple(w[f"{scope}gate_{name}"] for name in ("weight", "bias", "scale"))
+        w13, w2 = w[f"{scope}experts_w13"], w[f"{scope}experts_w2"]
+        starts, sizes = self.rows.starts, (s.experts_per_token, s.shared_experts, s.route_scale)
+        if y_TH.shape[0] == 1:
+            m_TH: Tensor = moe(y_TH, *gate, w13, w2, starts, *sizes)
+            return m_TH
+        chosen_TK, weights_TK, places_TE = router(y_TH, *gate, starts, *sizes)
+        m_TH = experts(y_TH, w13, w2, chosen_TK, weights_TK, places_TE, starts)
         return m_TH
 
     def _boundary(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, ModelShape
 from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place
-from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_extend import attention_extend
+from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.rmsnorm import rmsnorm
@@ -37,9 +37,11 @@ class Decoder:
         peers, rank = self.pools["peers"], self.pools["rank"]
         h_TH = embed_norm(meta.tokens, w["embed"], w["embed_norm"], peers, rank, s.eps, self.world)
         x_TH: Tensor = rmsnorm(h_TH, w["layers.0.attn_norm"], s.eps)
-        attention = Attention(attention_extend, meta.lengths, 0)
-        if bucket.kind != "extend":
-            attention = Attention(attention_decode, meta.lengths, 1 + bucket.drafts)
+        attention = {
+            "decode": None,
+            "extend": Attention(attention_extend, meta.lengths, 0),
+            "verify": Attention(attention_verify, meta.lengths, 1 + bucket.drafts),
+        }[bucket.kind]
         blocks = Blocks(s, w, self.pools, meta, attention, s.log_floor, self.world)
         for i in range(s.layers):
             place = Place(f"layers.{i}.", s.kind(i), "", i, s.index_in_kind(i))

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""Decode attention for rows of several tokens, split over keys, in one launch.
+"""Attention of a verify step, split over keys, in one launch.
 
 A program takes one row, one kv head and a run of key blocks; a line of its tile is a query head of
 one of the row's tokens. A block of keys meets each token at distances of its own, one further from
 token to token, so r times a slice of the bank that is as wide as all of them holds every line's
-bias, and line by line a gather shifts it over the keys. Splits meet as in `triton_kernel.py`; of the
+bias, and line by line a gather shifts it over the keys. Splits meet as in `attention_decode`; of the
 lines each of the last splits merges some.
 """
 
@@ -143,7 +143,7 @@ def merge_lines(
 
 
 @triton.jit
-def several_kernel(
+def verify_kernel(
     q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
     tokens, rows, lines, pages, layer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
@@ -256,7 +256,7 @@ def several_kernel(
                 )  # fmt: skip
 
 
-def attend_several(
+def attention_verify(
     q: Tensor,
     r: Tensor,
     rel_proj: Tensor,
@@ -269,7 +269,7 @@ def attend_several(
     window: int,
     most: int,
 ) -> Tensor:
-    """Attention output [T, Nq * D] of rows of at most `most` tokens (up to 64)."""
+    """Attention output [T, Nq * D]; see the package docstring."""
     (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
     (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
     assert most <= 64, "a slice of the bank is two blocks wide"
@@ -284,7 +284,7 @@ def attend_several(
     partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((*share, 2), dtype=torch.float32, device=q.device)
     flags = torch.empty((*share[:2], mergers, share[3]), dtype=torch.int64, device=q.device)
-    launchable(several_kernel)[(config.splits, kv_heads, rows)](
+    launchable(verify_kernel)[(config.splits, kv_heads, rows)](
         q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
         tokens, rows, lines, pages, LAYER_UNIT.value * layer,
         KV_HEADS=kv_heads, GROUP=group, GROUPS=groups, LINES=height,
@@ -312,8 +312,8 @@ def compile_cases() -> list[CompileCase]:
         (1, 4, 0, 1024),
     ):
         cases += launches(
-            f"decode-r{rows}-most{most}-w{window}",
-            attend_several,
+            f"verify-r{rows}-most{most}-w{window}",
+            attention_verify,
             meta(rows * most, heads, dim),
             meta(rows * most, heads, rel, dtype=torch.float32),
             meta(rel, window or 1024),
