@@ -148,12 +148,16 @@ def scan_kernel(
 
     and, for rows with filters, the processed logits over the temperature, `scaled` [R, VOCAB].
     """
-    follow()
     chunk, row = tl.program_id(0), tl.program_id(1)
-    if tl.load(emits + row) == 0:
-        return
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    emit = tl.load(emits + row)
+    wanted = tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)
+    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
+    temperature = tl.load(floats + TEMPERATURE)
+    follow()  # only the logits come from the launch before
+    if emit == 0:
+        return
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = index < VOCAB
     line = row.to(tl.int64) * VOCAB + index
@@ -165,16 +169,14 @@ def scan_kernel(
     tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
     tl.store(sums + cell, tl.sum(power, axis=0))
     key = tl.where(mask, ranked(raw, index), NOTHING)
-    for place in range(tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)):
+    for place in range(wanted):
         highest = tl.max(key, axis=0)
         tl.store(top_keys + cell * TOP + place, highest)
         key = tl.where(key == highest, NOTHING, key)
-    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
-    counts = token_counts + slot * VOCAB
     value = processed(
-        raw, index, mask, counts, ints, floats, generated, STOP_IDS, BIAS_IDS, BIAS_LANES
-    )
-    temperature = tl.load(floats + TEMPERATURE)
+        raw, index, mask, token_counts + slot * VOCAB, ints, floats, generated, STOP_IDS, BIAS_IDS,
+        BIAS_LANES,
+    )  # fmt: skip
     if temperature != 0.0:
         value = tl.div_rn(value, temperature)
         if is_filtered(ints, floats):
@@ -298,9 +300,12 @@ def pick_kernel(
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """A row's token, its logprob and the top ones."""
-    follow()
     row = tl.program_id(0)
     emit, lane = tl.load(emits + row) != 0, tl.arange(0, LANES)
+    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
+    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    filtered = is_filtered(ints, floats)
+    follow()  # rows' settings are older than the launch before
     here = emit & (lane < CHUNKS)
     maximum = tl.load(maxima + row * CHUNKS + lane, mask=here, other=-float("inf"))
     total = tl.load(sums + row * CHUNKS + lane, mask=here, other=0.0)
@@ -309,22 +314,17 @@ def pick_kernel(
     highest = tl.max(maximum, axis=0)
     total = tl.sum(tl.where(here, total * tl.exp(maximum - highest), 0.0), axis=0)
     normaliser = highest + tl.log(total)
-    nothing = tl.where(emit, float("nan"), 0.0)
-    good = emit & (broken == 0)
-
+    good, nothing = emit & (broken == 0), tl.where(emit, float("nan"), 0.0)
     best_key = tl.max(keys, axis=0)
     token = index_of(best_key)
-    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
-    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     line = row.to(tl.int64) * VOCAB
-    if good & is_filtered(ints, floats):
+    if good & filtered:
         count = tl.load(starts + row + 1) - tl.load(starts + row)
         token = draw(
             scaled + line, best + row * CHUNKS, tl.load(lengths + row) + count, ints, floats,
             value_of(best_key), VOCAB, CHUNKS, CHUNK, BLOCK, UNROLL,
         )  # fmt: skip
-    token = tl.where(good, token, 0)
-    tl.store(tokens + row, token)
+    tl.store(tokens + row, tl.where(good, token, 0))
     chosen = tl.load(logits + line + token, mask=good, other=0.0)
     tl.store(logprobs + row, tl.where(good, chosen - normaliser, nothing))
     if TOP > 0:
