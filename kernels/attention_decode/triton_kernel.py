@@ -90,7 +90,8 @@ def configure(tokens: int, kv_heads: int, capacity: int, window: int, wide: bool
     if window and (many or wide):
         return Config(1, 1, 64, 4, 4, 2 if wide else 3)
     if window:
-        return Config(triton.cdiv(window - 1, 64) + 1, 1, 64, 1, 2, 1, single=True)
+        slices = 4 if programs == 1 else 1
+        return Config(triton.cdiv(window - 1, 64) + 1, 1, 64, 1, 2, 1, True, slices)
     parts, stages = (4, 2) if wide else (4, 4) if many or programs == 1 else (1, 3)
     least = 128 if programs == 1 else 256 if programs < PROCESSORS else 512
     splits = max(RESIDENT * PROCESSORS // programs, capacity // 16384)

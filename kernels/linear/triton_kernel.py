@@ -24,7 +24,7 @@ from inkling_engine.kernels._triton import (
 )
 
 TILE_BYTES = 32768  # of weight that a program of `vector_kernel` holds at most,
-LEAST_BYTES = 4096  # and at least,
+LEAST_BYTES = 8192  # and at least,
 PROGRAMS = 3072  # unless there are as many, so that no processor waits for another
 MAX_DEPTH = 8192  # elements of a row that it takes at once
 
@@ -100,14 +100,18 @@ class Tiles(NamedTuple):
 
 
 def vector_config(columns: int, depth: int, item_bytes: int) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K and warps of `vector_kernel`."""
+    """BLOCK_N, BLOCK_K and warps of `vector_kernel`.
+
+    In a whole step of one row on an H200: 4096 x 512 takes 0.9 us less in 8 rows of a warp each
+    than in 4 of 4 warps; 832 x 4096 takes 0.4 us less in rows of 4 warps than of 8.
+    """
     block_k = max(16, triton.next_power_of_2(depth))
     block_n = max(1, TILE_BYTES // (block_k * item_bytes))
     while block_n > 1 and columns < PROGRAMS * block_n:
         if block_n * block_k * item_bytes <= LEAST_BYTES:
             break
         block_n //= 2
-    return block_n, block_k, min(8, max(1, block_n * block_k // 512))
+    return block_n, block_k, min(4 if block_n == 1 else 8, max(1, block_n * block_k // 512))
 
 
 def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:

@@ -77,13 +77,17 @@ def scan_kernel(
 
     and, for samples with filters, the processed logits over the temperature, `scaled` [S, VOCAB].
     """
-    follow()
     chunk, s = tl.program_id(0), tl.program_id(1)
-    if tl.load(emits + s) == 0:
-        return
     row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    emit = tl.load(emits + s)
+    wanted = tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)
+    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
+    temperature = tl.load(floats + TEMPERATURE)
+    follow()  # only the logits come from the launch before
+    if emit == 0:
+        return
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = index < VOCAB
     line = s.to(tl.int64) * VOCAB + index
@@ -95,11 +99,10 @@ def scan_kernel(
     tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
     tl.store(sums + cell, tl.sum(power, axis=0))
     key = tl.where(mask, ranked(raw, index), NOTHING)
-    for place in range(tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)):
+    for place in range(wanted):
         highest = tl.max(key, axis=0)
         tl.store(top_keys + cell * TOP + place, highest)
         key = tl.where(key == highest, NOTHING, key)
-    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
     counts, ahead, drafts = token_counts + slot * VOCAB, tokens, 0
     if DRAFTS > 0:
         ahead = tokens + tl.load(starts + row) + 1
@@ -108,7 +111,6 @@ def scan_kernel(
         raw, index, mask, counts, ints, floats, generated, ahead, drafts, STOP_IDS, BIAS_IDS,
         BIAS_LANES,
     )  # fmt: skip
-    temperature = tl.load(floats + TEMPERATURE)
     if temperature != 0.0:
         value = tl.div_rn(value, temperature)
         if is_filtered(ints, floats):
@@ -233,9 +235,13 @@ def pick_kernel(
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """A sample's token, its logprob and the top ones."""
-    follow()
     s = tl.program_id(0)
     emit, lane = tl.load(emits + s) != 0, tl.arange(0, LANES)
+    row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
+    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
+    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    filtered = is_filtered(ints, floats)
+    follow()  # rows' settings are older than the launch before
     here = emit & (lane < CHUNKS)
     maximum = tl.load(maxima + s * CHUNKS + lane, mask=here, other=-float("inf"))
     total = tl.load(sums + s * CHUNKS + lane, mask=here, other=0.0)
@@ -244,23 +250,17 @@ def pick_kernel(
     highest = tl.max(maximum, axis=0)
     total = tl.sum(tl.where(here, total * tl.exp(maximum - highest), 0.0), axis=0)
     normaliser = highest + tl.log(total)
-    nothing = tl.where(emit, float("nan"), 0.0)
-    good = emit & (broken == 0)
-
+    good, nothing = emit & (broken == 0), tl.where(emit, float("nan"), 0.0)
     best_key = tl.max(keys, axis=0)
     token = index_of(best_key)
-    row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
-    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
-    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     line = s.to(tl.int64) * VOCAB
-    if good & is_filtered(ints, floats):
+    if good & filtered:
         position = tl.load(lengths + row) + offset_of(s, row, sample_rows, starts) + 1
         token = draw(
             scaled + line, best + s * CHUNKS, position, ints, floats, value_of(best_key), VOCAB,
             CHUNKS, CHUNK, BLOCK, UNROLL,
         )  # fmt: skip
-    token = tl.where(good, token, 0)
-    tl.store(chosen_tokens + s, token)
+    tl.store(chosen_tokens + s, tl.where(good, token, 0))
     chosen = tl.load(logits + line + token, mask=good, other=0.0)
     tl.store(logprobs + s, tl.where(good, chosen - normaliser, nothing))
     if TOP > 0:
