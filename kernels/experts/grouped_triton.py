@@ -159,24 +159,43 @@ def direct_kernel(
 
 
 @triton.jit
+def spread(place, some, total):
+    """Of `total` places `some` are taken evenly: those taken before `place`; whether it is taken."""
+    most = tl.maximum(total, 1)
+    before = place * some // most
+    return before, (place < total) & ((place + 1) * some // most > before)
+
+
+@triton.jit
 def listed_kernel(
     x, weight, counts, lists, starts, out, GATE_UP: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr,
-    COUNT: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    COUNT: tl.constexpr, SPREAD: tl.constexpr, LANES: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The same for any number of tokens, from the lists: COUNT tiles, then shared ones."""
+    """The same for any number of tokens, from the lists: COUNT tiles, then shared ones.
+
+    With SPREAD the shared experts' tiles, which wait for arithmetic, lie among the live routed ones,
+    which wait for weights from memory.
+    """
     follow()
     piece, number = tl.program_id(0), tl.program_id(1)
     ROUTED: tl.constexpr = EXPERTS - SHARED
     lane = tl.arange(0, LANES)
     live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
     count = tl.load(counts + lane, mask=lane < ROUTED, other=0)
+    routed, passed = number < COUNT, number - COUNT
+    if SPREAD:
+        shared = SHARED * tl.cdiv(live_tokens, BLOCK_M)
+        total = shared + tl.sum(tl.cdiv(count, BLOCK_M), axis=0)
+        passed, own = spread(number, shared, total)
+        routed, number = own == 0, number - passed
+    which = passed % SHARED
     expert, first = tile_of_expert(count, lane, number, LANES, BLOCK_M)
-    routed, which = number < COUNT, (number - COUNT) % SHARED
     end = tl.load(counts + expert, mask=routed & (expert < ROUTED), other=0)
-    if number >= COUNT:
-        expert, first, end = ROUTED + which, (number - COUNT) // SHARED * BLOCK_M, live_tokens
+    if routed == 0:
+        expert, first, end = ROUTED + which, passed // SHARED * BLOCK_M, live_tokens
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)

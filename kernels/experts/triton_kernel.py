@@ -176,7 +176,7 @@ def product(
 ) -> None:
     """`gate_up` or `down` of all assignments: `to` from `x`."""
     programs, all_tiles = group.places_and_tiles(tiles.rows)
-    columns, routed = to.shape[1], group.places.shape[1]
+    columns, (tokens, routed) = to.shape[1], group.places.shape
     grid = triton.cdiv(columns, tiles.columns * tiles.steps), all_tiles
     shared = {
         "GATE_UP": gate_up, **group.sizes, "COUNT": programs, "BLOCK_M": tiles.rows,
@@ -186,12 +186,12 @@ def product(
     if group.lists is None:
         launchable(direct_kernel)[grid](
             x, weight, group.chosen, group.places, group.starts, to, **shared,
-            LEADERS=programs < routed, LANES=triton.next_power_of_2(group.chosen.shape[0]),
+            LEADERS=programs < routed, LANES=triton.next_power_of_2(tokens),
         )  # fmt: skip
     else:
         launchable(listed_kernel)[grid](
             x, weight, group.counts, group.lists, group.starts, to, **shared,
-            LANES=triton.next_power_of_2(routed), STEPS=tiles.steps,
+            LANES=triton.next_power_of_2(routed), STEPS=tiles.steps, SPREAD=tokens > EXACT,
         )  # fmt: skip
 
 

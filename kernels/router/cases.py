@@ -21,6 +21,7 @@ class Gate(NamedTuple):
 
 
 _TINY, _ODD, _WIDE = Gate(192, 8, 2, 2), Gate(37, 5, 1, 3), Gate(64, 256, 2, 6)
+_DEEP = Gate(520, 130, 2, 4)  # more experts than a GPU's block, depth not a multiple of it
 
 
 def cases() -> list[Case]:
@@ -33,6 +34,7 @@ def cases() -> list[Case]:
         (_TINY, [0, 40, 70], 70),
         (_ODD, [0, 3, 16], 20),
         (_WIDE, [0, 5, 12], 12),
+        (_DEEP, [0, 100, 261], 280),
     ]
     return [
         *(

@@ -1,7 +1,7 @@
 """The router in two launches: the gate's logits, then choice and weights.
 
 Logits: for one token whole rows of the gate a program, else tiles split over the depth, whose
-partial sums the second launch adds in turn. Choice: a program, one warp, takes one token.
+partial sums the second launch adds in turn (many tokens: `wide_triton.py`). Choice: a program, one warp, takes one token.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -21,6 +21,7 @@ from inkling_engine.kernels._triton import (
     prefetch_rows,
 )
 from inkling_engine.kernels.linear.triton_kernel import MAX_DEPTH, product_with_vector
+from inkling_engine.kernels.router.wide_triton import wide_config, wide_gate
 
 PROGRAMS = 160  # that the gate's product is split into at most, if by depth
 MOST_SPLITS = 8
@@ -143,6 +144,11 @@ def gate_logits(y: Tensor, gate_weight: Tensor) -> Tensor:
     if tokens == 1 and depth <= MAX_DEPTH:
         logits = y.new_empty(1, tokens, count, dtype=torch.float32)
         product_with_vector(y, gate_weight, logits)
+        return logits
+    wide = wide_config(tokens, count, depth, y.element_size())
+    if wide:
+        logits = y.new_empty(wide.splits, tokens, count, dtype=torch.float32)
+        wide_gate(y, gate_weight, wide, logits)
         return logits
     gate = gate_config(tokens, count, depth, y.element_size())
     logits = y.new_empty(gate.splits, tokens, count, dtype=torch.float32)
