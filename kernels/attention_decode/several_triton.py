@@ -215,7 +215,7 @@ def several_kernel(
             maximum, total, output = attend_lines(
                 query, k, v, scores, position - keys[None, :], maximum, total, output, SCALE, WINDOW
             )
-    for block in range(near, end):
+    for block in tl.range(near, end, num_stages=1):
         if not SINGLE:
             base = start - block * BLOCK - (BLOCK - 1)
             bank = bank_at(rel_proj, base, REL, RELS, EXTENT, BLOCK)
