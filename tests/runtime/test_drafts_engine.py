@@ -22,7 +22,7 @@ from support.fake_step import NON_FINITE_TOKEN, open_engine, run_oracle
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.runtime.batch import BatchRunner
 from inkling_engine.runtime.batch_progress import render
-from inkling_engine.runtime.drafts import replay_steps
+from inkling_engine.runtime.drafts import DraftStats, replay_steps
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import UsageError
 from inkling_engine.runtime.requests import Request
@@ -118,6 +118,21 @@ def test_one_drafts_and_another_does_not() -> None:
     assert alone[0][0] > alone[1][0] > alone[3][0] and alone[3] == alone[4]
     with pytest.raises(UsageError, match="max_drafts"):
         SamplingParams(max_drafts=-1)
+
+
+def test_drafts_are_counted_up_to_the_end() -> None:
+    stats = DraftStats.none(3)
+    stats.add(0, 1, ended=False)
+    stats.add(3, 0, ended=True)
+    assert stats == DraftStats.none(3) and (stats.acceptance_length, stats.rates) == (1, [0] * 3)
+    for drafted, tokens, ended in ((3, 2, False), (2, 3, False), (3, 2, True), (3, 1, True)):
+        stats.add(drafted, tokens, ended=ended)
+    assert (stats.rounds, stats.tokens) == (4, 8)
+    assert (stats.proposed, stats.accepted) == ([3, 2, 1], [3, 1, 0])
+    assert (stats.acceptance_length, stats.rates) == (2, [1, 0.5, 0])
+    before = stats.copy()
+    stats.add(1, 1, ended=False)
+    assert stats.since(before) == DraftStats(1, 1, [1, 0, 0], [0, 0, 0])
 
 
 @pytest.mark.parametrize("drafts", (1, 2, 3))

@@ -16,10 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 from support.engines import Exported, open_engine
+from support.prompts import python_prompts
 from support.rig import Model, native_step
 from support.stepper import convert
 
 from inkling_engine.runtime.debug import (
+    check,
     digest,
     draft_digest,
     force_accept,
@@ -27,6 +29,7 @@ from inkling_engine.runtime.debug import (
     write_drafts,
 )
 from inkling_engine.runtime.engine import Engine
+from inkling_engine.runtime.errors import UsageError
 from inkling_engine.runtime.requests import Choice, Request
 from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.script import Script
@@ -334,3 +337,31 @@ def test_forced_acceptance(opened: Open, low: int, high: int) -> None:
     assert sum(engine.drafts.accepted) == sum(counts)
     engine.abort(request)
     engine.scheduler.check()
+
+
+def test_a_compiled_engine_drafts(tiny_engine: Path, drafting_engine: Path) -> None:
+    """The trained model's own drafts: texts, tokens and logprobs of an engine that does not draft, in
+    every way to decode, across pages, and from the prefix cache."""
+    prompts = python_prompts((1, 2, 3, 64, 130, 300))
+    asks: list[dict[str, Any]] = [
+        {"temperature": 0, "max_tokens": 40, "logprobs": 2},
+        {"seed": 3, "max_tokens": 30, "n": 2, "repetition_penalty": 1.2, "logprobs": 1},
+        {"temperature": 0, "max_tokens": 40, "stop": ["\n", " the"], "ignore_eos": True},
+        {"temperature": 0, "max_tokens": 31, "stop_token_ids": [40, 41, 42, 260, 300]},
+        {"seed": 9, "max_tokens": 26, "stop": ["e"], "include_stop_str_in_output": True},
+        {"temperature": 0.7, "seed": 1, "max_tokens": 17, "min_tokens": 7, "top_k": 50},
+    ]
+    chosen = [SamplingParams(**ask) for ask in asks]
+    with Engine.load(tiny_engine) as engine:
+        expected = [done.choices for done in engine.generate(prompts, chosen)]
+    for steps, overlap in ((1, False), (4, True)):
+        with Engine.load(drafting_engine, steps_per_replay=steps) as engine:
+            engine.overlap = overlap
+            for _ in range(2):
+                assert [done.choices for done in engine.generate(prompts, chosen)] == expected
+            engine.step()
+            check(engine)
+            assert engine.drafts.acceptance_length > 1.2, "trained depths guess well"
+            assert sorted(engine.drafts.accepted, reverse=True) == engine.drafts.accepted
+    with pytest.raises(UsageError, match="steps-per-replay: found 26; expected 1 to 25"):
+        Engine.load(drafting_engine, steps_per_replay=26)
