@@ -126,8 +126,46 @@ def _draft(
     hidden: Tensor,
 ) -> None:
     """Bring the draft depths up to the frontier and choose the next round's drafts."""
-    drafts = spec.spec_depth
-    meta = DraftMeta(
+    meta = _draft_meta(spec, bucket, pools, step_meta)
+    rows = (meta.slots, meta.starts, meta.lengths)
+    first = draft_gather(
+        hidden, pools["draft_hidden"], meta.token_rows, meta.hidden_rows, meta.sources, meta.starts
+    )
+    decoder = DraftDecoder(spec, weights, pools, meta)
+    for depth, logits in enumerate(decoder.logits(first)):
+        draft_sample(
+            logits,
+            pools["token_counts"],
+            pools["request_state"],
+            pools["request_ints"],
+            pools["request_floats"],
+            pools["draft_tokens"],
+            meta.ids,
+            *rows,
+            meta.emits,
+            depth,
+            spec.spec_depth,
+            spec.limits.stop_ids,
+            spec.limits.bias_ids,
+        )
+    draft_commit(
+        pools["request_state"],
+        pools["draft_hidden"],
+        pools["recent_tokens"],
+        pools["request_ints"],
+        first,
+        meta.ids,
+        *rows,
+        meta.destination_slots,
+        meta.destination_offsets,
+        meta.emits,
+        spec.spec_depth,
+    )
+
+
+def _draft_meta(spec: EngineSpec, bucket: Bucket, pools: Tensors, step_meta: StepMeta) -> DraftMeta:
+    """Metadata of the draft phase after the step of `step_meta` is committed."""
+    return DraftMeta(
         *draft_metadata(
             pools["request_state"],
             pools["full_table"],
@@ -142,44 +180,7 @@ def _draft(
             step_meta.destination_offsets,
             step_meta.emits,
             spec.page_size,
-            drafts,
-            1 + drafts if bucket.drafts else 0,
+            spec.spec_depth,
+            1 + bucket.drafts if bucket.drafts else 0,
         )
-    )
-    first = draft_gather(
-        hidden, pools["draft_hidden"], meta.token_rows, meta.hidden_rows, meta.sources, meta.starts
-    )
-    decoder = DraftDecoder(spec, weights, pools, meta)
-    for depth, logits in enumerate(decoder.logits(first)):
-        draft_sample(
-            logits,
-            pools["token_counts"],
-            pools["request_state"],
-            pools["request_ints"],
-            pools["request_floats"],
-            pools["draft_tokens"],
-            meta.ids,
-            meta.slots,
-            meta.starts,
-            meta.lengths,
-            meta.emits,
-            depth,
-            drafts,
-            spec.limits.stop_ids,
-            spec.limits.bias_ids,
-        )
-    draft_commit(
-        pools["request_state"],
-        pools["draft_hidden"],
-        pools["recent_tokens"],
-        pools["request_ints"],
-        first,
-        meta.ids,
-        meta.slots,
-        meta.starts,
-        meta.lengths,
-        meta.destination_slots,
-        meta.destination_offsets,
-        meta.emits,
-        drafts,
     )

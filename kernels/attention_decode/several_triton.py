@@ -43,42 +43,68 @@ RAISED = tl.constexpr(0x6A09E667F3BCC909)  # a flag: the fraction of the square 
 
 @dataclass(frozen=True)
 class Config:
-    """Splits of a row's keys, blocks a split has at least, splits that merge, warps, stages."""
+    """Splits of a row's keys, blocks a split has at least, splits that merge, warps, stages.
+
+    `single`: no split has more than one block.
+    """
 
     splits: int
     least: int
     mergers: int
     warps: int
     stages: int
+    single: bool = False
 
 
 def configure(
     rows: int, kv_heads: int, lines: int, capacity: int, window: int, most: int, wide: bool
 ) -> Config:
     """One full wave of programs, of two blocks or more; a block each in windows of few rows."""
-    programs, warps = rows * kv_heads, max(4, lines // 8)
+    programs, warps = rows * kv_heads, max(4, lines // 16)
     if window:
         blocks = triton.cdiv(window + most - 2, 64) + 1
         splits = blocks if programs * blocks <= PROCESSORS else 1
-        return Config(splits, 1, min(8, splits), warps, stages=1 if wide or splits > 1 else 2)
+        single = splits == blocks
+        return Config(splits, 1, 16, warps, stages=1 if wide or single else 2, single=single)
     splits = max(PROCESSORS // programs, capacity // 16384)
     splits = max(1, min(splits, triton.cdiv(capacity, 128), MOST_SPLITS))
-    return Config(splits, 2, min(16, splits), warps, stages=1 if wide else 2)
+    mergers = min(64, triton.next_power_of_2(splits))
+    return Config(splits, 2, mergers, warps, stages=1 if wide else 2)
 
 
 @triton.jit
-def bias_of(r_high, r_low, rel_proj, base, shift, REL: tl.constexpr, EXTENT: tl.constexpr):
-    """Relative scores [LINES, BLOCK] at the distances base + shift + column, 0 outside the extent.
-
-    `shift` [LINES, 1] is a line's token in its row.
-    """
-    BLOCK: tl.constexpr = 64
-    c = tl.arange(0, r_high.shape[1])[:, None]
-    distance = base + tl.arange(0, 2 * BLOCK)[None, :]
+def bank_at(
+    rel_proj, base, REL: tl.constexpr, RELS: tl.constexpr, EXTENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """rel_proj at the distances base + column, 0 outside the extent, [RELS, COLUMNS]."""
+    c = tl.arange(0, RELS)[:, None]
+    distance = base + tl.arange(0, COLUMNS)[None, :]
     inside = (c < REL) & (distance >= 0) & (distance < EXTENT)
-    slice = tl.load(rel_proj + c * EXTENT + distance, inside, other=0.0)
+    return tl.load(rel_proj + (c * EXTENT + distance), inside, other=0.0)
+
+
+@triton.jit
+def bias_of(r_high, r_low, bank, beyond, shift):
+    """Relative scores [LINES, BLOCK] from r in two parts, the bank at a block's distances from a row's
+    first token, and at those that follow; `shift` [LINES, 1] is a line's token in its row."""
+    BLOCK: tl.constexpr = bank.shape[1]
     columns = tl.arange(0, BLOCK)[None, :] + shift
-    return tl.gather(relative_scores(r_high, r_low, slice), columns, 1)
+    inside = tl.gather(relative_scores(r_high, r_low, bank), columns % BLOCK, 1)
+    outside = relative_scores(r_high, r_low, beyond)
+    outside = tl.gather(outside, columns % beyond.shape[1], 1)
+    return tl.where(columns < BLOCK, inside, outside)
+
+
+@triton.jit
+def attend_lines(
+    query, k, v, scores, distance, maximum, total, output, SCALE: tl.constexpr, WINDOW: tl.constexpr
+):
+    """One block of keys in the running softmax of all lines; `scores` holds the bias."""
+    scores = tl.dot(query, tl.trans(k), scores, input_precision="ieee")
+    seen = distance.to(tl.uint32) < WINDOW if WINDOW > 0 else distance >= 0
+    scores = tl.where(seen, scores, float("-inf"))
+    return softmax_step(scores, SCALE, maximum, total, output, v)
 
 
 @triton.jit
@@ -124,7 +150,7 @@ def several_kernel(
     DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
-    MERGERS: tl.constexpr, SLICE: tl.constexpr,
+    MERGERS: tl.constexpr, SLICE: tl.constexpr, SHIFTS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     SCALE: tl.constexpr = 1.4426950408889634 / DIM
@@ -145,6 +171,10 @@ def several_kernel(
     end = tl.minimum(first + share, end)
     n = BLOCK - 1 - tl.arange(0, BLOCK)  # keys descend, so that their distances ascend
     page = page_of(table, first, n, PAGE, TABLE, BLOCK)
+    base = start - first * BLOCK - (BLOCK - 1)  # the least distance of the row's first token
+    if SINGLE:
+        bank = bank_at(rel_proj, base, REL, RELS, EXTENT, BLOCK)
+        beyond = bank_at(rel_proj, base + BLOCK, REL, RELS, EXTENT, SHIFTS)
     follow()  # only queries, r and the newest keys and values come from the launch before
 
     m = tl.arange(0, LINES)
@@ -169,7 +199,27 @@ def several_kernel(
     maximum = tl.full((LINES,), -1e30, tl.float32)
     total = tl.zeros((LINES,), tl.float32)
     output = tl.zeros((LINES, DIMS), tl.float32)
-    for block in range(first, end):
+    position = (start + i)[:, None]
+    near = first
+    if not SINGLE:
+        near = clamp(tl.maximum(start + 1 - EXTENT, 0) // BLOCK, first, end)
+        for block in range(first, near):
+            where = key_pointers(
+                kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
+            )
+            page = page_of(table, block + 1, n, PAGE, TABLE, BLOCK)
+            keys = block * BLOCK + n
+            k = tl.load(where, inside, other=0.0)
+            v = tl.load(where + KV_HEADS * PAGE * DIM, (keys >= low)[:, None] & inside, other=0.0)
+            scores = tl.zeros((LINES, BLOCK), tl.float32)
+            maximum, total, output = attend_lines(
+                query, k, v, scores, position - keys[None, :], maximum, total, output, SCALE, WINDOW
+            )
+    for block in tl.range(near, end, num_stages=1):
+        if not SINGLE:
+            base = start - block * BLOCK - (BLOCK - 1)
+            bank = bank_at(rel_proj, base, REL, RELS, EXTENT, BLOCK)
+            beyond = bank_at(rel_proj, base + BLOCK, REL, RELS, EXTENT, SHIFTS)
         where = key_pointers(
             kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
         )
@@ -178,15 +228,10 @@ def several_kernel(
         read = ((keys >= low) & (keys <= last))[:, None] & inside
         k = tl.load(where, inside, other=0.0)
         v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
-        base = start - block * BLOCK - (BLOCK - 1)  # the least distance of the row's first token
-        scores = tl.zeros((LINES, BLOCK), tl.float32)
-        if base < EXTENT:
-            scores = bias_of(r_high, r_low, rel_proj, base, i[:, None], REL, EXTENT)
-        scores = tl.dot(query, tl.trans(k), scores, input_precision="ieee")
-        distance = (start + i)[:, None] - keys[None, :]
-        seen = distance.to(tl.uint32) < WINDOW if WINDOW > 0 else distance >= 0
-        scores = tl.where(seen, scores, float("-inf"))
-        maximum, total, output = softmax_step(scores, SCALE, maximum, total, output, v)
+        scores = bias_of(r_high, r_low, bank, beyond, i[:, None])
+        maximum, total, output = attend_lines(
+            query, k, v, scores, position - keys[None, :], maximum, total, output, SCALE, WINDOW
+        )
     if (SPLITS == 1) | (active == 1):
         whole = (output / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + line * DIM + heads * DIM + d[None, :], whole, exists & inside)
@@ -232,7 +277,7 @@ def attend_several(
     groups, dims = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     height = max(16, triton.next_power_of_2(most) * groups)
     config = configure(rows, kv_heads, height, table * page, window, most, wide)
-    mergers = 1 if INTERPRETED else 1 << (config.mergers.bit_length() - 1)
+    mergers = 1 if INTERPRETED else config.mergers
     padded = triton.next_power_of_2(config.splits)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     share = (rows, kv_heads, height, config.splits) if config.splits > 1 else (1, 1, 1, 1)
@@ -247,6 +292,7 @@ def attend_several(
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
         SPLITS=config.splits, LEAST=config.least, BLOCK=64, PADDED=padded,
         MERGERS=mergers, SLICE=min(groups, max(1, MERGED // (padded * dims))),
+        SHIFTS=max(16, triton.next_power_of_2(most)), SINGLE=config.single,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out

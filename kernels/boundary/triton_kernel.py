@@ -74,36 +74,42 @@ def split_taps(taps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def strip_work(token_rows, starts, begin, tokens, rows, live, STRIP: tl.constexpr):
-    """A bit for each token of the strip at `begin` that no row program computes."""
-    i = tl.arange(0, STRIP)
-    token = begin + i
-    row = tl.load(token_rows + token, token < live, other=0)
-    first = tl.load(starts + clamp(row, 0, rows - 1), token < live, other=0)
-    wanted = (token < tokens) & ((token >= live) | (token - first >= 3))
-    return tl.sum(wanted.to(tl.int32) << i)
+def walked(count, STRIP: tl.constexpr, RING: tl.constexpr):
+    """How many tokens the program of a row with `count` walks: all that read old inputs, or the first
+    if none but it reads an entry that the row overwrites and every token has a program."""
+    return tl.where((STRIP == 1) & (count <= RING - 2), 1, 3)
 
 
 @triton.jit
-def strip_left(token_rows, starts, begin, rows, live, STRIP: tl.constexpr, RING: tl.constexpr):
-    """A bit for each token of the strip at `begin` that the strip leaves in its row's ring."""
+def strip_work(
+    token_rows, starts, begin, tokens, rows, live, STRIP: tl.constexpr, RING: tl.constexpr
+):
+    """A bit for each token of the strip at `begin` that no row program computes, and one for each of
+    these that the strip leaves in its row's ring."""
     i = tl.arange(0, STRIP)
-    known = begin + i < live
-    row = clamp(tl.load(token_rows + begin + i, known, other=0), 0, rows - 1)
+    token, known = begin + i, begin + i < live
+    row = clamp(tl.load(token_rows + token, known, other=0), 0, rows - 1)
     first = tl.load(starts + row, known, other=0)
-    index = begin + i - first
-    left = turns(index, tl.load(starts + row + 1, known, other=0) - first, RING)
-    return tl.sum((known & (index >= 3) & left).to(tl.int32) << i)
+    count = tl.load(starts + row + 1, known, other=0) - first
+    late = token - first >= walked(count, STRIP, RING)
+    wanted = (token < tokens) & ((token >= live) | late)
+    left = known & late & turns(token - first, count, RING)
+    return tl.sum(wanted.to(tl.int32) << i), tl.sum(left.to(tl.int32) << i)
 
 
 @triton.jit
-def history(old, length, inputs, first, j, channels, RING: tl.constexpr, WIDTH: tl.constexpr):
-    """z[j] before the first token: a row's old input, or the inputs before a strip (length < 0)."""
-    known = channels < tl.where(length + j >= 3, WIDTH, 0)
-    held = tl.load(old + entry(length, j, RING) * WIDTH + channels, known, other=0.0)
-    known = channels < tl.where((length < 0) & (first + j >= 3), WIDTH, 0)
+def history(
+    old, length, index, inputs, first, j, channels, RING: tl.constexpr, WIDTH: tl.constexpr
+):
+    """z[j] before the first token, which is the row's `index`-th: an old input or one of the row's,
+    or what is before a strip of several rows (length < 0)."""
+    place = index + j
+    known = channels < tl.where((length >= 0) & (place < 3) & (length + place >= 3), WIDTH, 0)
+    held = tl.load(old + entry(length, place, RING) * WIDTH + channels, known, other=0.0)
+    new = (length < 0) | (place >= 3)
+    known = channels < tl.where(new & (first + j >= 3), WIDTH, 0)
     before = tl.load(inputs + (j - 3) * WIDTH + channels, known, other=0.0)
-    return tl.where(length < 0, before, held)
+    return tl.where(new, before, held)
 
 
 @triton.jit
@@ -137,29 +143,33 @@ def boundary_kernel(
     gain = tl.load(norm_weight + channels, mask, other=0.0)
     eps = tl.cast(eps, tl.float32)  # a compiled program passes it in double precision
     program = tl.program_id(0)
+    first = tl.maximum(program - rows, 0) * STRIP
     row = tl.minimum(program, rows - 1)
+    if (STRIP == 1) & (not ALONE):
+        of = clamp(tl.load(token_rows + first, first < tokens, other=0), 0, rows - 1)
+        row = tl.where(program < rows, row, of)
     live = clamp(tl.load(starts + rows), 0, tokens)
     begin, stop = tl.load(starts + row), tl.load(starts + row + 1)
     source, slot = tl.load(sources + row), tl.load(slots + row)
     length = known_length(tl.load(lengths + row))
-    first = tl.maximum(program - rows, 0) * STRIP
     work = 7
     left = 0
     if not ALONE:
         follow()
-        if RING > 3:
-            left = strip_left(token_rows, starts, first, rows, live, STRIP, RING)
         if program >= rows:
-            work = strip_work(token_rows, starts, first, tokens, rows, live, STRIP)
+            work, left = strip_work(token_rows, starts, first, tokens, rows, live, STRIP, RING)
         if work == 0:
             return
 
     count = tl.minimum(tokens - first, STRIP)
     row_count = 0
+    index = 0
     if program < rows:
         first = clamp(begin, 0, tokens)
         row_count = clamp(stop, first, tokens) - first
-        count = row_count if ALONE else tl.minimum(row_count, 3)
+        count = row_count if ALONE else tl.minimum(row_count, walked(row_count, STRIP, RING))
+    elif (STRIP == 1) & (first < live):
+        index = first - begin
     else:
         length = -1
     moved = source != slot
@@ -170,9 +180,9 @@ def boundary_kernel(
     if ALONE:  # only x comes from the launch before
         some = channels < tl.where(count > 0, WIDTH, 0)
         carried = tl.load(residual + at + channels, some, other=0.0)
-    z0 = history(old, length, inputs, first, 0, channels, RING, WIDTH)
-    z1 = history(old, length, inputs, first, 1, channels, RING, WIDTH)
-    z2 = history(old, length, inputs, first, 2, channels, RING, WIDTH)
+    z0 = history(old, length, index, inputs, first, 0, channels, RING, WIDTH)
+    z1 = history(old, length, index, inputs, first, 1, channels, RING, WIDTH)
+    z2 = history(old, length, index, inputs, first, 2, channels, RING, WIDTH)
     if ALONE:
         follow()
     n0 = renewal(old, length, inputs, 0, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)

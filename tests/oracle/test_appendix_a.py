@@ -125,7 +125,7 @@ def test_logits_are_the_golden_ones(run: Run) -> None:
 
 def test_the_step_samples_after_the_last_row(run: Run) -> None:
     ints, floats = run.stepper.machine.results(3)
-    assert ints[0, :4].tolist() == [SLOT, GREEDY[0], 0, len(IDS)]
+    assert ints[0, :6].tolist() == [SLOT, 1, 0, len(IDS), 0, GREEDY[0]]
     assert not ints[1:].any(), "inert rows are written as zeros"
     expected = run.logits[LAST].log_softmax(-1)[GREEDY[0]]
     assert near(floats[0, 0], float(expected))

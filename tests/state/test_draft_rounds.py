@@ -98,6 +98,34 @@ def test_mixed_batches(draft_rigs: DraftRigs, small_traces: Traces, seed: int) -
     assert not any(live[3].accepted)
 
 
+@pytest.mark.parametrize("last", range(1, 6))
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_last_chunk_as_long_as_a_round(
+    draft_rigs: DraftRigs, small_traces: Traces, last: int, swapped: bool
+) -> None:
+    """Of K + 1 tokens among others, beside a request that drafts already, in both orders."""
+    rig = draft_rigs(3)
+    drafting = Request(small_traces(6, new=NEW), slot=1)
+    coming = Request(small_traces(8 + last, at=9, new=NEW), slot=2)
+    rig.extend((drafting, 6), (coming, 8))
+    rig.verify(Round(drafting, 2))
+    batch = [(drafting, 0), (coming, last)]
+    rig.extend(*(reversed(batch) if swapped else batch))
+    rig.verify(Round(drafting, 1), Round(coming, 3))
+    rig.verify(Round(coming, 0), Round(drafting, 3))
+
+
+def test_a_first_round_that_rejects_everything(draft_rigs: DraftRigs, small_traces: Traces) -> None:
+    """After a prompt of one token, alone and beside a request under way."""
+    rig = draft_rigs(3)
+    one, other = (Request(small_traces(1, at=i, new=NEW), slot=1 + i) for i in range(2))
+    rig.extend((one, 1))
+    rig.verify(Round(one, 0))
+    rig.extend((other, 1), (one, 0))
+    rig.verify(Round(one, 3), Round(other, 0))
+    rig.verify(Round(other, 2), Round(one, 0))
+
+
 @pytest.mark.parametrize("drafts", DEPTHS)
 @pytest.mark.parametrize("before", range(1, 5))
 def test_a_snapshot_taken_inside_an_accepted_run(

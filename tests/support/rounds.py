@@ -6,7 +6,9 @@ that a verify step can be held to the plain step that emitted as many tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from inkling_engine.kernels import table
 from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.commit import commit
 from inkling_engine.kernels.sample import sample
 from inkling_engine.kernels.step_metadata import StepMeta, step_metadata
@@ -63,6 +66,47 @@ def model(draw: Draw, tokens: Sequence[int]) -> Tensor:
     if draw.broken == len(tokens) - 1:
         logits[3] = torch.nan
     return logits
+
+
+def altered(op: Op, change: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within the block the op's reference is `change`, which gets the right one and the arguments
+    by name."""
+    right = op.reference
+    names = list(inspect.signature(right).parameters)
+
+    def wrong(*values: Any) -> Any:
+        return change(lambda a: right(*a.values()), dict(zip(names, values, strict=True)))
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        object.__setattr__(op, "reference", wrong)
+        try:
+            yield
+        finally:
+            object.__setattr__(op, "reference", right)
+
+    return planted()
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Tokens that a step of no drafts is given by slot, where each starts, and who samples."""
+
+    tokens: Mapping[int, Sequence[int]]
+    sources: Mapping[int, int]
+    sampled: frozenset[int]
+
+    def rows(self, count: int) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """row_slots, row_counts, row_sources and row_flags [count], and the bucket's token ids."""
+        live = sorted(self.tokens)
+        columns = torch.zeros(4, count, dtype=torch.int32)
+        for row, slot in enumerate(live):
+            flag = table.SAMPLE if slot in self.sampled else 0
+            line = [slot, len(self.tokens[slot]), self.sources.get(slot, 0), flag]
+            columns[:, row] = torch.tensor(line)
+        ids = [token for slot in live for token in self.tokens[slot]]
+        slots, counts, sources, flags = columns
+        return (slots, counts, sources, flags), torch.tensor([*ids, 0, 0], dtype=torch.int32)
 
 
 @dataclass
@@ -125,29 +169,33 @@ class Batch:
         """The drafts that the next verify step of `slot` finds."""
         self.tables["draft_tokens"][slot, : len(tokens)] = torch.tensor(tokens).int()
 
-    def metadata(self, drafts: int) -> StepMeta:
-        """The step's metadata: every slot fed from the table, and sampled."""
+    def metadata(self, drafts: int, fed: Fed | None = None) -> StepMeta:
+        """The step's metadata: every slot fed from the table, and sampled; or what is `fed`."""
         rows = 1 + len(self.draws)
         slots = torch.arange(rows, dtype=torch.int32)
         flags = (slots > 0).int() * (table.SAMPLE | table.FROM_TABLE)
         given = slots, (slots > 0).int(), torch.zeros_like(slots), flags
+        tokens, destinations = _zeros(rows * (1 + drafts)), 1
+        if fed is not None:
+            given, tokens = fed.rows(rows)
+            destinations = (len(tokens) - 1) // self.grid + 1
         ints, floats = self.tables["request_ints"], self.tables["request_floats"]
         admissions = torch.zeros(rows, table.ADMIT_HEADER + ints.shape[1], dtype=torch.int32)
         one_shot = admissions, torch.zeros(rows, floats.shape[1]), _zeros(1, 4), _zeros(rows, 4)
-        tokens = _zeros(rows * (1 + drafts))
         pools = list(self.tables.values())[:9]
-        sizes = PAGE, self.grid, 1, drafts
+        sizes = PAGE, self.grid, destinations, drafts
         return StepMeta(*step_metadata(*pools, *given, tokens, *one_shot, *sizes))
 
-    def step(self, drafts: int, known: Sequence[Sequence[int]]) -> StepMeta:
-        """One step of `drafts` drafts; `known` are the requests' tokens up to their roots."""
-        meta = self.metadata(drafts)
+    def step(self, drafts: int, known: Sequence[Sequence[int]], fed: Fed | None = None) -> StepMeta:
+        """One step of `drafts` drafts; `known` are the requests' tokens, at least those processed."""
+        meta = self.metadata(drafts, fed)
         logits = torch.zeros(len(meta.emits), VOCAB)
         for s in meta.emits.nonzero().flatten().tolist():
             at = int(meta.sample_rows[s])
             row = int(meta.token_rows[at])
             slot, begin = int(meta.slots[row]), int(meta.starts[row])
-            tokens = [*known[slot - 1], *meta.tokens[begin + 1 : at + 1].tolist()]
+            processed = known[slot - 1][: int(meta.lengths[row])]
+            tokens = [*processed, *meta.tokens[begin : at + 1].tolist()]
             logits[s] = model(self.draws[slot - 1], tokens)
         t = self.tables
         lines = (t[name] for name in ("token_counts", "request_state", "request_ints"))
