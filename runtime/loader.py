@@ -39,9 +39,9 @@ class LoadOptions:
     random_weights: seed to draw weights with, for engines that have none. memory: the most that
     the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
     now. programs: makes what runs the steps in place of the folder's programs (then no native
-    code of the folder is opened). steps_per_replay: how many tokens a replay of decoding rows
-    takes while no prompt waits; the same tokens come, in larger portions. device_index: which of
-    the GPUs that CUDA shows.
+    code of the folder is opened). steps_per_replay: how many steps (tokens, or rounds of drafting)
+    a replay of decoding rows takes while no prompt waits; the same tokens come, in larger
+    portions. device_index: which of the GPUs that CUDA shows.
     """
 
     random_weights: int | None = None
