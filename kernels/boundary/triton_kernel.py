@@ -104,12 +104,11 @@ def history(
     """z[j] before the first token, which is the row's `index`-th: an old input or one of the row's,
     or what is before a strip of several rows (length < 0)."""
     place = index + j
-    known = channels < tl.where((length >= 0) & (place < 3) & (length + place >= 3), WIDTH, 0)
-    held = tl.load(old + entry(length, place, RING) * WIDTH + channels, known, other=0.0)
     new = (length < 0) | (place >= 3)
-    known = channels < tl.where(new & (first + j >= 3), WIDTH, 0)
-    before = tl.load(inputs + (j - 3) * WIDTH + channels, known, other=0.0)
-    return tl.where(new, before, held)
+    held = old + entry(length, place, RING) * WIDTH
+    where = tl.where(new, inputs + (j - 3) * WIDTH, held)
+    known = tl.where(new, first + j >= 3, length + place >= 3)
+    return tl.load(where + channels, channels < tl.where(known, WIDTH, 0), other=0.0)
 
 
 @triton.jit
