@@ -114,7 +114,7 @@ def test_attributes_come_from_the_shape_and_are_listed() -> None:
     _, ops, _ = exported(EXTEND)
     listed = [op for op in ops if op.startswith("attention_extend")]
     assert listed == [
-        f"attention_extend(layer={SHAPE.index_in_kind(i)}, window={SHAPE.kind(i).window}, first=0)"
+        f"attention_extend(layer={SHAPE.index_in_kind(i)}, window={SHAPE.kind(i).window})"
         for i in range(SHAPE.layers)
     ]
     prologues = [op for op in ops if op.startswith("attention_prologue")]
@@ -133,7 +133,7 @@ def test_the_snapshot_scatter_is_in_every_program(grid: int, kind: str) -> None:
     spec = spec_of(snapshot_grid=grid)
     bucket = next(bucket for bucket in spec.buckets if bucket.kind == kind)
     program, ops, _ = exported(bucket, spec)
-    assert f"destinations={destinations(spec, bucket)}," in ops[0]
+    assert f"destinations={destinations(spec, bucket)}, " in ops[0]
     scattering = calls(program, "attention_prologue") + calls(program, "boundary")
     assert len(scattering) == 3 * SHAPE.layers
     for call in scattering:
