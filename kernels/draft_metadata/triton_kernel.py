@@ -1,4 +1,4 @@
-"""Metadata of a draft phase as one Triton program: rows in its lanes, then ids and tokens by blocks."""
+"""Metadata of a draft phase as one Triton program: rows in its lanes, then tokens by blocks."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
 import torch

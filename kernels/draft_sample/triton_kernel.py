@@ -1,4 +1,4 @@
-"""Draft sampling in two launches: the best of each chunk of the vocabulary, then the best of all."""
+"""Draft sampling in two launches: the best of each chunk of the vocabulary, then of all."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
 import torch
@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels._conv_triton import LAYER_UNIT
 from inkling_engine.kernels._sampling_triton import NOTHING, gumbel, index_of, processed, ranked
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
@@ -21,14 +22,15 @@ BROKEN = tl.constexpr(2**63 - 1)  # above any (value, id): a logit is not finite
 @triton.jit
 def draft_scan_kernel(
     logits, token_counts, request_state, request_ints, request_floats, draft_tokens, slots, starts,
-    lengths, emits, best, LINES: tl.constexpr, VOCAB: tl.constexpr, COUNTS: tl.constexpr,
-    INTS: tl.constexpr, FLOATS: tl.constexpr, DEPTH: tl.constexpr, DRAFTS: tl.constexpr,
+    lengths, emits, best, scaled_depth, LINES: tl.constexpr, VOCAB: tl.constexpr,
+    COUNTS: tl.constexpr,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, DRAFTS: tl.constexpr,
     STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr, BIAS_LANES: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """best [R, CHUNKS] i64: the highest processed, noisy logit of each chunk, and its id."""
     follow()
-    chunk, row = tl.program_id(0), tl.program_id(1)
+    chunk, row, depth = tl.program_id(0), tl.program_id(1), scaled_depth // LAYER_UNIT
     if tl.load(emits + row) == 0:
         return
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
@@ -40,32 +42,33 @@ def draft_scan_kernel(
     generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
     value = processed(
         raw, index, mask, token_counts + slot * COUNTS, ints, floats, generated,
-        draft_tokens + slot * DRAFTS, DEPTH, STOP_IDS, BIAS_IDS, BIAS_LANES,
+        draft_tokens + slot * DRAFTS, depth, STOP_IDS, BIAS_IDS, BIAS_LANES,
     )  # fmt: skip
     temperature = tl.load(floats + TEMPERATURE)
     if temperature != 0.0:
         end = tl.load(lengths + row) + tl.load(starts + row + 1) - tl.load(starts + row)
-        value = tl.div_rn(value, temperature) + gumbel(index, end + 1 + DEPTH, ints)
+        value = tl.div_rn(value, temperature) + gumbel(index, end + 1 + depth, ints)
     key = tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0)
     tl.store(best + row * CHUNKS + chunk, tl.where(finite != 0, key, BROKEN))
 
 
 @triton.jit
 def draft_pick_kernel(
-    best, draft_tokens, ids, slots, starts, emits, LINES: tl.constexpr, IDS: tl.constexpr,
-    DEPTH: tl.constexpr, DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    best, draft_tokens, ids, slots, starts, emits, scaled_depth, LINES: tl.constexpr,
+    IDS: tl.constexpr,
+    DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's chunks."""
     follow()
-    row, lane = tl.program_id(0), tl.arange(0, LANES)
+    row, lane, depth = tl.program_id(0), tl.arange(0, LANES), scaled_depth // LAYER_UNIT
     if tl.load(emits + row) == 0:
         return
     slot = tl.load(slots + row).to(tl.int64)
-    entry = tl.load(starts + row + 1) + row * DRAFTS + DEPTH
+    entry = tl.load(starts + row + 1) + row * DRAFTS + depth
     keys = tl.load(best + row * CHUNKS + lane, mask=lane < CHUNKS, other=NOTHING)
     key = tl.max(keys, axis=0)
     token = tl.where(key == BROKEN, 0, index_of(key))
-    tl.store(draft_tokens + slot * DRAFTS + DEPTH, token, mask=(slot > 0) & (slot < LINES))
+    tl.store(draft_tokens + slot * DRAFTS + depth, token, mask=(slot > 0) & (slot < LINES))
     tl.store(ids + entry, token, mask=(entry >= 0) & (entry < IDS))
 
 
@@ -91,15 +94,16 @@ def draft_sample(
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     chunks = triton.cdiv(vocab, chunk)
     best = logits.new_empty(rows, chunks, dtype=torch.int64)
-    sizes = {"LINES": lines, "DEPTH": depth, "DRAFTS": drafts, "CHUNKS": chunks}
+    sizes = {"LINES": lines, "DRAFTS": drafts, "CHUNKS": chunks}
     launchable(draft_scan_kernel)[(chunks, rows)](
         logits, token_counts, request_state, request_ints, request_floats, draft_tokens, slots,
-        starts, lengths, emits, best, VOCAB=vocab, COUNTS=token_counts.shape[1], INTS=ints,
+        starts, lengths, emits, best, LAYER_UNIT.value * depth, VOCAB=vocab,
+        COUNTS=token_counts.shape[1], INTS=ints,
         FLOATS=request_floats.shape[1], STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
         BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), CHUNK=chunk, **sizes, num_warps=4,
     )  # fmt: skip
     launchable(draft_pick_kernel)[(rows,)](
-        best, draft_tokens, ids, slots, starts, emits, IDS=ids.shape[0],
+        best, draft_tokens, ids, slots, starts, emits, LAYER_UNIT.value * depth, IDS=ids.shape[0],
         LANES=triton.next_power_of_2(chunks), **sizes, num_warps=1,
     )  # fmt: skip
 

@@ -155,7 +155,8 @@ def location(pages, slot, position, live, WIDTH: tl.constexpr, PAGE_SIZE: tl.con
 def place_tokens(
     first, request_state, request_ints, token_counts, full_table, window_table, draft_tokens,
     row_flags, token_ids, tokens, positions, token_rows, full_locations, window_locations, slots,
-    starts, lengths, sample_rows, emits, fed_starts, upto, TOKENS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    starts, lengths, sample_rows, emits, fed_starts, upto, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr,
     INTS: tl.constexpr, VOCAB: tl.constexpr, FULL_WIDTH: tl.constexpr, RING: tl.constexpr,
     PAGE_SIZE: tl.constexpr, DRAFTS: tl.constexpr, ROW_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +204,8 @@ def place_tokens(
 def metadata_kernel(
     request_state, request_ints, request_floats, token_counts, full_table, window_table,
     snapshot_slots, snapshot_lengths, draft_tokens, row_slots, row_counts, row_sources, row_flags,
-    token_ids, admit_ints, admit_floats, page_updates, snapshot_updates, tokens, positions, token_rows,
+    token_ids, admit_ints, admit_floats, page_updates, snapshot_updates, tokens, positions,
+    token_rows,
     full_locations, window_locations, slots, sources, starts, lengths, destination_slots,
     destination_offsets, sample_rows, emits, fed_starts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     UPDATES: tl.constexpr, LINES: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr,
