@@ -28,7 +28,8 @@ _SIZES = [
     _Size(Gate(64, 40, 2, 3), 24, 2, 2),  # most experts are idle
     _Size(Gate(64, 40, 2, 3), 24, 61, 70),  # fewer experts than assignments
     _Size(Gate(40, 5, 2, 2), 24, 130, 140),  # more tokens than a GPU's programs look through
-    _Size(Gate(24, 20, 2, 2), 16, 270, 300),  # shared experts' tiles among the routed ones'
+    _Size(Gate(24, 10, 2, 2), 16, 270, 300),  # shared experts' tiles among the routed ones'
+    _Size(Gate(80, 2, 1, 1), 272, 100, 100),  # too wide for high tiles to hold
 ]
 
 

@@ -107,6 +107,7 @@ DOWN = {
     64: Tiles(64, 128, 64, 4, 4),
     128: Tiles(128, 64, 256, 8, 4, 32),  # H200, 4096 tokens: 255 us; without steps 306
 }
+DEEP = Tiles(128, 128, 64, 8, 4)  # DOWN[128] where experts are too wide for it to hold the rows
 WIDE = Tiles(16, 32, 32, 4, 2)  # fp32
 
 
@@ -217,7 +218,8 @@ def experts(
         return out
     exact = torch.float32 if tokens <= EXACT else y.dtype
     products = y.new_empty(tokens * slots, hidden, dtype=exact)
-    tiles = fitted(WIDE if wide else DOWN[rows], hidden, width)
+    tiles = DEEP if DOWN[rows].steps > 1 and width > DOWN[rows].depth else DOWN[rows]
+    tiles = fitted(WIDE if wide else tiles, hidden, width)
     product(group, act, w2, products, tiles, gate_up=False)
     block = min(MIX_BLOCK, triton.next_power_of_2(hidden))
     launchable(mix_kernel)[(triton.cdiv(hidden, block), tokens)](
