@@ -114,7 +114,7 @@ def test_attributes_come_from_the_shape_and_are_listed() -> None:
     _, ops, _ = exported(EXTEND)
     listed = [op for op in ops if op.startswith("attention_extend")]
     assert listed == [
-        f"attention_extend(layer={SHAPE.index_in_kind(i)}, window={SHAPE.kind(i).window})"
+        f"attention_extend(layer={SHAPE.index_in_kind(i)}, window={SHAPE.kind(i).window}, first=0)"
         for i in range(SHAPE.layers)
     ]
     prologues = [op for op in ops if op.startswith("attention_prologue")]
