@@ -54,6 +54,16 @@ def step(
 ) -> Tensor:
     """Run one step of `bucket`; returns the logits [samples, rank vocabulary] float32 (a sample a row,
     in a verify step one a token)."""
+    meta, hidden, logits = target_phase(spec, bucket, weights, pools, rows)
+    if spec.spec_depth:
+        draft_phase(spec, bucket, weights, pools, meta, hidden)
+    return logits
+
+
+def target_phase(
+    spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
+) -> tuple[StepMeta, Tensor, Tensor]:
+    """Metadata, layers, sampling, commit; returns the metadata, hidden rows [T, H] and logits."""
     meta = StepMeta(
         *step_metadata(
             *(pools[name] for name in TABLE_POOLS),
@@ -68,9 +78,7 @@ def step(
     hidden = decoder.hidden(bucket)
     logits = decoder.logits(hidden)
     _sample_and_commit(spec, bucket, pools, meta, logits)
-    if spec.spec_depth:
-        _draft(spec, bucket, weights, pools, meta, hidden)
-    return logits
+    return meta, hidden, logits
 
 
 def _sample_and_commit(
@@ -117,7 +125,7 @@ def _sample_and_commit(
     )
 
 
-def _draft(
+def draft_phase(
     spec: EngineSpec,
     bucket: Bucket,
     weights: Tensors,

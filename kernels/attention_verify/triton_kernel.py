@@ -59,7 +59,12 @@ class Config:
 def configure(
     rows: int, kv_heads: int, lines: int, capacity: int, window: int, most: int, wide: bool
 ) -> Config:
-    """One full wave of programs, of two blocks or more; a block each in windows of few rows."""
+    """One full wave of programs, of two blocks or more; a block each in windows of few rows.
+
+    Nine tokens a row on an H200: eight warps on 64 lines take 49 us where four take 34 (8 rows of
+    8192 keys), and merging is slow in few splits: 36, 25 and 20 us in 2, 4 and 8 (a window, eight
+    warps).
+    """
     programs, warps = rows * kv_heads, max(4, lines // 16)
     if window:
         blocks = triton.cdiv(window + most - 2, 64) + 1

@@ -147,7 +147,7 @@ def swapped(call: Call, a: Arguments) -> Tensor:
 
 def stale_rows(patch: pytest.MonkeyPatch) -> None:
     """Rows behind the frontier keep the KV of what was drafted there."""
-    right = steps._draft
+    right = steps.draft_phase
 
     def wrong(
         spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, meta: StepMeta,
@@ -162,7 +162,7 @@ def stale_rows(patch: pytest.MonkeyPatch) -> None:
                     page, at = int(line[q // spec.page_size % len(line)]), q % spec.page_size
                     pools[name][:, page, :, :, at] = kept[:, page, :, :, at]
 
-    patch.setattr(steps, "_draft", wrong)
+    patch.setattr(steps, "draft_phase", wrong)
 
 
 def scaled(patch: pytest.MonkeyPatch) -> None:
