@@ -5,7 +5,9 @@ The floor of a step is the larger of bytes over the copy bandwidth and operation
 product rate, both measured in the same run. `--ops` captures the ops called one by one instead of
 a compiled program: the same kernels, without the compile time. Medians over bursts of replays of a
 decode step, and over single replays of an extend step. Prints a table, the most expensive kernels
-of each step, and JSON on request.
+of each step, and JSON on request. With `--drafts` rounds of drafting take the place of decode steps,
+3 and 4 drafts accepted by turns: then also how busy a replay keeps the GPU, and the same kernels as
+two graphs with a host visit between.
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.artifacts.spec import Bucket, StepKind
 from inkling_engine.kernels import _op, table
 
 _op.target_cuda()  # before any op module is imported
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from bench.rank import SPARE, RankStep, rank_spec, rank_weights, step_floor
+from bench.rounds import busy_share, round_floor, side_by_side
 from bench.timing import Ceilings, about, capture, measured_ceilings
 
 from inkling_engine.compile.backends.aoti import compile_program, open_program
@@ -56,6 +59,7 @@ class Measured:
     arithmetic_floor: float
     nodes: int
     top: list[tuple[str, int, float]]
+    rounds: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -77,11 +81,16 @@ def main() -> int:
         max(contexts, default=0),
         max(chunks, default=512),
         options.layers,
+        options.drafts,
     )
     machine = RankStep(spec, rank_weights(spec, options.stream))
     taken = torch.cuda.memory_allocated() / 1e9
     print(f"{spec.shape.layers} layers, {options.stream} experts, {taken:.1f} GB", flush=True)
-    buckets = [(Bucket(kind="decode", rows=n, tokens=n), contexts) for n in rows]
+    drafts = options.drafts
+    kind: StepKind = "verify" if drafts else "decode"
+    buckets = [
+        (Bucket(kind=kind, rows=n, tokens=n * (1 + drafts), drafts=drafts), contexts) for n in rows
+    ]
     buckets += [(Bucket(kind="extend", rows=1, tokens=n), [0]) for n in chunks]
     measured = []
     for bucket, lengths in buckets:
@@ -93,6 +102,10 @@ def main() -> int:
             result = measure(options, machine, bucket, inputs, graph, length, ceilings)
             measured.append(result)
             show(result)
+            if bucket.drafts:
+                result.rounds.update(side_by_side(machine, bucket, inputs, graph, length))
+                result.rounds["busy"] = busy_share(graph)
+                print(f"  round: {result.rounds}", flush=True)
         del graph, run
     if options.json:
         report = [asdict(m) | {"ratio": m.ratio} for m in measured]
@@ -116,6 +129,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=numbers, default=[1024, 8192, 65536])
     parser.add_argument("--extend", type=numbers, default=[512, 2048, 4096])
     parser.add_argument("--stream", choices=("uniform", "skewed"), default="uniform")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of a round")
     parser.add_argument("--ops", action="store_true", help="capture ops, compile nothing")
     parser.add_argument("--replays", type=int, default=60)
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -169,8 +183,9 @@ def measure(
     ceilings: Ceilings,
 ) -> Measured:
     """Time replays of `graph` with `context` tokens behind every row."""
-    decode = bucket.kind == "decode"
-    assert not decode or options.replays + 16 < SPARE, "replays overrun the pages"
+    decode = bucket.kind != "extend"
+    most = (options.replays + 16) * (5 if bucket.drafts else 1)
+    assert not decode or most < SPARE, "replays overrun the pages"
     machine.reset(bucket.rows, context)
     with torch.no_grad():
         hit = machine.experts_hit(bucket, rows)
@@ -184,7 +199,10 @@ def measure(
     times = event_times(graph.replay, max(3, options.replays // burst), before, burst)
     before()
     launched = kernels(graph)
-    read, work = step_floor(machine.spec.shape, bucket, context, hit)
+    if bucket.drafts:
+        read, work = round_floor(machine.spec, bucket, context, hit)
+    else:
+        read, work = step_floor(machine.spec.shape, bucket, context, hit)
     ordered = sorted(times)
     check_finished(machine, bucket)
     return Measured(

@@ -35,7 +35,7 @@ SPARE = 1024  # tokens a request may grow beyond its context
 
 
 def rank_spec(
-    name: str, tp: int, rows: int, context: int, chunk: int, layers: int | None
+    name: str, tp: int, rows: int, context: int, chunk: int, layers: int | None, drafts: int = 0
 ) -> EngineSpec:
     """The spec of one of `tp` ranks of the preset `name`, for `rows` requests of `context`."""
     shape = one_rank(name, tp)
@@ -47,6 +47,7 @@ def rank_spec(
         decode_buckets=str(rows),
         extend_buckets=f"{chunk}x1",
         max_context=min(shape.max_context, context + SPARE),
+        spec_depth=drafts,
     )
     return make_spec(options, name, shape, "cuda")
 
@@ -89,7 +90,7 @@ class RankStep:
         """Allocate the pools; keys, values and conv inputs are random."""
         for entry in pool_entries(self.spec):
             tensor = self.pools[entry.name] = allocate(entry, "cuda")
-            if entry.name.startswith(("kv", "conv")):
+            if entry.name.startswith(("kv", "conv", "draft_hidden")):
                 for layer in tensor:
                     layer.normal_()
         self._map_pages()
@@ -109,12 +110,12 @@ class RankStep:
         return program_inputs(self.spec, bucket, step_weights(self.spec))
 
     def rows(self, bucket: Bucket, seed: int = 0) -> dict[str, Tensor]:
-        """Row inputs: every row live; decode rows go on, one extend row has the whole chunk."""
+        """Row inputs: every row live; decoding rows go on, one extend row has the whole chunk."""
         inputs = self.inputs(bucket)
         _, rows = allocate_rows(inputs.rows, inputs.row_bytes, "cuda")
-        decode = bucket.kind == "decode"
+        decode = bucket.kind != "extend"
         rows["row_slots"][:] = torch.arange(1, bucket.rows + 1)
-        rows["row_counts"][:] = bucket.tokens // bucket.rows
+        rows["row_counts"][:] = 1 if decode else bucket.tokens // bucket.rows
         rows["row_flags"][:] = table.SAMPLE | (table.FROM_TABLE if decode else 0)
         generator = torch.Generator("cuda").manual_seed(seed)
         rows["token_ids"].random_(0, self.spec.shape.real_vocab, generator=generator)
@@ -134,6 +135,10 @@ class RankStep:
         ints[live, table.SEED_LOW] = torch.arange(rows, dtype=torch.int32, device="cuda")
         stops = ints[live, table.INT_HEADER : table.INT_HEADER + self.spec.limits.stop_ids]
         stops.fill_(table.INERT_TOKEN)
+        if drafts := self.spec.spec_depth:
+            state[live, table.DRAFTS] = ints[live, table.DRAFT_LIMIT] = drafts
+            ints[live, table.FORCE_ACCEPT] = 1 + min(3, drafts) + 16 * min(4, drafts)  # by turns
+            self.pools["draft_tokens"].random_(0, self.spec.draft_vocab, generator=generator)
         floats[live, table.TEMPERATURE] = floats[live, table.TOP_P] = 1
         floats[live, table.REPETITION] = 1
 

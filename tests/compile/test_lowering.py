@@ -61,7 +61,7 @@ def test_launches_of_one_kind_are_analysed_once(asked: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     "changed",
     [{"x": F32}, {"count": 1}, {"count": 33}, {"count": 1 << 40}, {"WIDTH": 65}, {"WIDTH": True}],
-    ids=str,
+    ids=lambda changed: "-".join(changed),
 )
 def test_another_kind_is_analysed_again(
     asked: list[dict[str, Any]], changed: dict[str, Any]
