@@ -6,7 +6,8 @@ to the first position where the lone run's two best logits were closer than `--g
 most 1 % of the requests may meet one. In bfloat16, where programs of other buckets round otherwise,
 at most 1 % of the compared tokens with a wider gap may differ (spec 9.3). Afterwards slots, pages
 and snapshots must balance. Exit code 1 if any of this is broken.
-`--first` and `--requests` choose a piece of one long list of requests.
+`--first` and `--requests` choose a piece of one long list of requests; `--against` an engine without
+drafting, say, that must give what this one gives.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import click
 
 from inkling_engine.runtime import Engine, SamplingParams
+from inkling_engine.runtime.drafts import render_drafts
 from inkling_engine.runtime.requests import Choice, Request
 
 
@@ -112,7 +114,15 @@ class Verdict:
 @click.option("--first", default=0, show_default=True, help="Number of the first request.")
 @click.option("--gap", type=float, help="Closer is a close call.  [1e-4; bfloat16: 0.1]")
 @click.option("--steps-per-replay", default=1, show_default=True)
-def main(folder: Path, count: int, first: int, gap: float | None, steps_per_replay: int) -> None:
+@click.option("--against", type=click.Path(path_type=Path), help="Another engine for lone runs.")
+def main(
+    folder: Path,
+    count: int,
+    first: int,
+    gap: float | None,
+    steps_per_replay: int,
+    against: Path | None,
+) -> None:
     """Compare mixed traffic with lone runs."""
     start = time.perf_counter()
     with Engine.load(folder, steps_per_replay=steps_per_replay) as engine:
@@ -120,10 +130,12 @@ def main(folder: Path, count: int, first: int, gap: float | None, steps_per_repl
         mixed = run_mixed(engine, work, 2 * engine.spec.max_running)
         engine.scheduler.check()
         seen, accounts = engine.scheduler, engine.scheduler.accounting()
+        if engine.spec.spec_depth:
+            click.echo(render_drafts(engine.drafts.report()))
     seconds = time.perf_counter() - start
     click.echo(f"mixed: {seconds:.1f} s, {seen.preemptions} preemptions")
     click.echo(f"prompt tokens: {seen.fed_tokens} computed, {seen.cached_tokens} from the cache")
-    with Engine.load(folder, prefix_cache=False) as engine:
+    with Engine.load(against or folder, prefix_cache=False) as engine:
         exact = engine.spec.dtype == "float32"
         verdict = Verdict(gap or (1e-4 if exact else 0.1))
         for at, (item, request) in enumerate(zip(work, mixed, strict=True)):
