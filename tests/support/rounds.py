@@ -197,6 +197,11 @@ class Batch:
             processed = known[slot - 1][: int(meta.lengths[row])]
             tokens = [*processed, *meta.tokens[begin : at + 1].tolist()]
             logits[s] = model(self.draws[slot - 1], tokens)
+        self.finish(meta, logits, drafts)
+        return meta
+
+    def finish(self, meta: StepMeta, logits: Tensor, drafts: int) -> None:
+        """Sample from `logits` [samples, V], and commit."""
         t = self.tables
         lines = (t[name] for name in ("token_counts", "request_state", "request_ints"))
         placed = meta.tokens, meta.token_rows, meta.slots, meta.starts, meta.lengths
@@ -209,7 +214,6 @@ class Batch:
         snapshots = t["snapshot_slots"], t["snapshot_lengths"]
         written = t["request_state"], t["token_counts"], *results, *snapshots
         commit(*written, t["request_ints"], *chosen, *rows, STOP_IDS, drafts)
-        return meta
 
     def result(self, slot: int) -> Result:
         """The last step's result line of `slot`."""
