@@ -165,4 +165,5 @@ class EngineSpec(Frozen):
     @property
     def longest_chunk(self) -> int:
         """Most prompt tokens of one row in a step."""
-        return max(bucket.tokens for bucket in self.buckets if bucket.kind == "extend")
+        extends = (bucket.tokens for bucket in self.buckets if bucket.kind == "extend")
+        return max(extends, default=1)

@@ -23,9 +23,11 @@ from inkling_engine.artifacts.spec import LayerKind, ModelShape
 from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_prologue import attention_prologue
+from inkling_engine.kernels.attention_verify import attention_verify
 
 CONTEXTS = (1024, 8192, 65536)
 EXTEND_END = 8192
+VERIFIED = 9  # tokens a row: the last one and eight drafts
 LONG = 65536
 SAMPLED = 8  # tokens that are compared with the reference
 PEER_TOLERANCE = 3e-2  # peers round the bias to bf16
@@ -42,6 +44,9 @@ def cases(target: Target, rows: int) -> Iterator[Case]:
     for layer, context in (*(("full", context) for context in CONTEXTS), ("window", EXTEND_END)):
         make = partial(decode_work, target, target.shape, rows, layer, context)
         yield Case("attention_decode", layer, rows, context, make)
+    for layer in ("full", "window"):
+        make = partial(verify_work, target, rows, layer)
+        yield Case("attention_verify", layer, rows, EXTEND_END, make)
     if rows == 1:
         make = partial(decode_work, target, target.whole, 1, "full", LONG)
         name = f"full, {target.whole.full.kv_heads} kv heads"
@@ -100,7 +105,7 @@ def decode_arguments(
     table, rows = setting.pools[f"{layer}_table"], (meta.slots, meta.starts, meta.lengths)
     q, r = attention_prologue(*begin, number, kind.heads, *scaling)
     whole = (*begin, bank, table, number, kind.heads, kind.window, *scaling)
-    return whole, (q, r, bank, setting.pools[f"kv_{layer}"], table, *rows, number, kind.window)
+    return whole, (q, r, bank, setting.pools[f"kv_{layer}"], table, *rows, number, kind.window, 0)
 
 
 def decode_work(target: Target, shape: ModelShape, rows: int, layer: str, context: int) -> Work:
@@ -125,6 +130,24 @@ def decode_work(target: Target, shape: ModelShape, rows: int, layer: str, contex
             assert_near(found[places], wanted, name, tolerance=TOLERANCE[name])
 
     return Work(moved, 4.0 * rows * seen * kind.heads * kind.head_dim, sides, check)
+
+
+def verify_work(target: Target, rows: int, layer: str) -> Work:
+    """VERIFIED tokens a row, the last of them after EXTEND_END."""
+    kind = kind_named(target.shape, layer)
+    seen = min(EXTEND_END, kind.window + VERIFIED - 1 if kind.window else EXTEND_END)
+    pairs = rows * VERIFIED * min(EXTEND_END, kind.window or EXTEND_END)
+    moved = rows * (4.0 * seen * kind.kv_heads + 4 * VERIFIED * kind.heads) * kind.head_dim
+    tokens, before, layers = rows * VERIFIED, EXTEND_END - VERIFIED, copies_for(moved)
+    setting = Setting(target.shape, "extend", rows, tokens, before, layers, target.device)
+    calls = call_arguments(target, setting, layer, kind, VERIFIED)
+    side = [partial(attention_verify, *call) for call in calls]
+
+    def check() -> None:
+        places, wanted = reference(calls[0], target.device)
+        assert_near(side[0]()[places], wanted, "ours", tolerance=TOLERANCE["ours"])
+
+    return Work(moved, 4.0 * pairs * kind.heads * kind.head_dim, {"ours": side}, check)
 
 
 def reference(call: tuple[Any, ...], device: str) -> tuple[Tensor, Tensor]:

@@ -127,9 +127,10 @@ def test_any_acceptance_keeps_the_balance(
         if clock in aborts and unfinished:
             device.end(unfinished[clock % len(unfinished)])
         decoding = device.scheduler.decoding
-        if clock in preempted and decoding and not overlap:
+        if clock in preempted and decoding:
             device.preempt(decoding[clock % len(decoding)])
-        if device.step() is None and not arrivals:
+        device.step()
+        if not (arrivals or device.scheduler.unfinished()):
             break
     assert all(s.status is Status.FINISHED for s in sequences), "everything finishes"
     for s in device.started:
