@@ -52,7 +52,7 @@ ROW_INPUTS = (
 def step(
     spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
 ) -> Tensor:
-    """Run one step of `bucket`; returns the logits [samples, rank vocabulary] float32 (a sample a row,
+    """Run one step of `bucket`; returns the logits [samples, real vocabulary] float32 (a sample a row,
     in a verify step one a token)."""
     meta, hidden, logits = target_phase(spec, bucket, weights, pools, rows)
     if spec.spec_depth:

@@ -284,7 +284,7 @@ def test_the_workspace_has_room_for_the_draft_phase() -> None:
         for bucket in spec.buckets:
             samples = bucket.tokens if bucket.kind == "verify" else bucket.rows
             phase = bucket.tokens + bucket.rows * drafts
-            most = 4 * max(samples * spec.rank_vocab, phase * 2 * shape.hidden)
+            most = 4 * max(samples * shape.real_vocab, phase * 2 * shape.hidden)
             assert workspace(spec, bucket) >= most
 
 
