@@ -86,11 +86,11 @@ def test_a_model_without_depths_says_so() -> None:
 
 
 def test_the_draft_vocabulary() -> None:
-    """All that is real, the first ids of it, or as much as a rank has; 0 without drafting."""
+    """All that is real or the first ids of it, however many ranks; 0 without drafting."""
     assert spec_of().draft_vocab == 0
     assert spec_of(spec_depth=1).draft_vocab == SHAPE.real_vocab
     assert spec_of(spec_depth=1, draft_vocab=64).draft_vocab == 64
-    assert spec_of(spec_depth=1, tp=2).draft_vocab == SHAPE.vocab // 2
+    assert spec_of(spec_depth=1, tp=2).draft_vocab == SHAPE.real_vocab
     assert make_plan(BuildOptions(model="inkling-tiny", spec_depth=4)).spec.draft_vocab == 2040
 
 
