@@ -203,7 +203,7 @@ def exported(shape: ModelShape, kind: str, **given: Any) -> tuple[Any, tuple[str
 
 
 @pytest.mark.parametrize("shape", [SHAPE, NO_CHAIN], ids=["chain norm", "no chain norm"])
-@pytest.mark.parametrize(("kind", "attention"), [("verify", "decode"), ("extend", "extend")])
+@pytest.mark.parametrize(("kind", "attention"), [("verify", "verify"), ("extend", "extend")])
 def test_a_round_is_one_program_of_our_ops(shape: ModelShape, kind: str, attention: str) -> None:
     program, ops, inputs = exported(shape, kind, spec_depth=2)
     names, layers, dense = [op.partition("(")[0] for op in ops], shape.layers, shape.dense_layers

@@ -239,7 +239,7 @@ def test_the_exchange_holds_the_largest_part_of_a_rank() -> None:
     given: dict[str, Any] = {"decode_buckets": "8", "extend_buckets": "64x4"}
     tiny, hidden, columns = partial(plan_of, "inkling-tiny", device="cpu", **given), 192, 2048 // 4
     assert plan_of("inkling-tiny", device="cpu").bill.exchange == 8 * HEADER
-    halves = {
+    halves: dict[tuple[tuple[str, Any], ...], int] = {
         (("tp", 4),): 64 * hidden * 4,
         (("tp", 4), ("dtype", "bf16")): 64 * hidden * 2,
         (("tp", 4), ("spec_depth", 3)): max((64 + 4 * 3) * hidden, 8 * 4 * columns) * 4,

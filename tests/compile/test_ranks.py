@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import tiny_config, write_random
 from support.prompts import python_prompts
 from support.ranks import Ranks, convert
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, LayerKind
 from inkling_engine.compile.driver import Chunk, Guesses
+from inkling_engine.compile.export import program_inputs
+from inkling_engine.compile.options import DECODE_KIND
 from inkling_engine.compile.plan import TINY
 from inkling_engine.kernels import table
+from inkling_engine.kernels._exchange import ABSENT_LOGIT
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 CLOSE = 1e-5
 LENGTHS = (21, 1, 34)  # prompts of the three rows
 STEPS = 6
+PROMPT = Bucket(kind="extend", rows=1, tokens=LENGTHS[0])
 
 
 class Traffic:
@@ -51,8 +56,9 @@ class Traffic:
         drafts = self.ranks.spec.spec_depth
         guesses = Guesses((), 0) if drafts else None
         chunks = [Chunk(1 + i, start, guesses=guesses) for i, start in enumerate(self.done)]
-        kind, tokens = "verify" if drafts else "decode", self.rows * (1 + drafts)
-        return self._step(Bucket(kind=kind, rows=self.rows, tokens=tokens, drafts=drafts), chunks)
+        tokens = self.rows * (1 + drafts)
+        bucket = Bucket(kind=DECODE_KIND[drafts > 0], rows=self.rows, tokens=tokens, drafts=drafts)
+        return self._step(bucket, chunks)
 
     def _step(self, bucket: Bucket, chunks: Sequence[Chunk]) -> list[Tensor]:
         logits = self.ranks.step(bucket, chunks)
@@ -62,6 +68,12 @@ class Traffic:
             self.done[chunk.slot - 1] += chunk.count if chunk.tokens else most
             self.lines.append(line[: table.RESULT_HEADER + line[table.RESULT_COUNT]])
         return logits
+
+
+def pair(folder: Path, scratch: Path, tp: int, **given: Any) -> tuple[Traffic, Traffic]:
+    """The same traffic for one rank and for `tp`."""
+    whole, split = (Traffic(convert(folder, scratch, ranks, **given)) for ranks in (1, tp))
+    return whole, split
 
 
 def require_equal(whole: Traffic, split: Traffic, expected: Tensor, found: list[Tensor]) -> None:
@@ -78,15 +90,44 @@ def require_equal(whole: Traffic, split: Traffic, expected: Tensor, found: list[
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize(("tp", "native"), [(2, True), (4, True), (8, True), (4, False)])
 def test_all_ranks_give_what_one_gives(tmp_path: Path, tp: int, native: bool, drafts: int) -> None:
-    """Of the tiny model's 2 and 4 kv heads each is held by 2 of 4 ranks, and by all of 8."""
-    given: dict[str, Any] = {"native": native, "spec_depth": drafts}
-    whole, split = (Traffic(convert(TINY, tmp_path, ranks, **given)) for ranks in (1, tp))
+    """Of the tiny model's 2 kv heads of full layers each is held by 2 of 4 ranks, and by 4 of 8."""
+    whole, split = pair(TINY, tmp_path, tp, native=native, spec_depth=drafts)
     for size in (20, 16):
         require_equal(whole, split, whole.prompt(size)[0], split.prompt(size))
     for _ in range(STEPS):
         require_equal(whole, split, whole.round()[0], split.round())
     assert len(set(chain.from_iterable(whole.lines))) > 20
     _require_kv(whole.ranks, split.ranks)
+
+
+@pytest.mark.parametrize("tp", [3, 6])
+def test_any_number_of_ranks_that_divides(tmp_path: Path, tp: int) -> None:
+    """6 heads over 3 kv heads in full layers and 1 in window layers; a last rank of unreal ids, drafts
+    from less than two ranks' ids."""
+    config = tiny_config()
+    config["text_config"] |= {"num_attention_heads": 6, "num_key_value_heads": 3}
+    config["text_config"] |= {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 1}
+    config["text_config"] |= {"vocab_size": 480, "unpadded_vocab_size": 317}
+    folder = write_random(tmp_path / "six", config, seed=4)
+    given: dict[str, Any] = {"native": True, "spec_depth": 2, "draft_vocab": 131, "extend_buckets": "128x3"}
+    whole, split = pair(folder, tmp_path, tp, **given)
+    for traffic in (whole, split):
+        traffic.prompts = [[(7 * i + n) % 317 for i in range(n)] for n in LENGTHS]
+    require_equal(whole, split, whole.prompt(40)[0], split.prompt(40))
+    for _ in range(STEPS):
+        require_equal(whole, split, whole.round()[0], split.round())
+
+
+def test_what_a_rank_would_have_given_is_missed(tmp_path: Path) -> None:
+    """An absent rank is not waited for, and its part is in the answers."""
+    whole, split = pair(TINY, tmp_path, 2, native=True)
+    first = split.ranks.machines[0]
+    first.pools["peers"].zero_()
+    rows = first.rows(program_inputs(first.spec, PROMPT, ()), [Chunk(1, 0, whole.prompts[0], True)])
+    alone = first.native(PROMPT, rows)[0]
+    expected = whole.ranks.step(PROMPT, [Chunk(1, 0, whole.prompts[0], True)])[0][0]
+    assert (alone[:1024] - expected[:1024]).abs().max() > 1
+    assert bool((alone[1024:] == ABSENT_LOGIT).all())
 
 
 def _require_kv(whole: Ranks, split: Ranks) -> None:
