@@ -11,6 +11,7 @@ import math
 from inkling_engine.artifacts.manifest import DType, RowEntry, TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, LayerKind
 from inkling_engine.kernels import table
+from inkling_engine.kernels._exchange import exchange_words
 
 ROW_ALIGNMENT = 64
 MAX_WORLD = 8
@@ -136,5 +137,5 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
         "results_float": (sizes.results, rows, emitted * (1 + top)),
     }
     entries += [TensorEntry(name=n, dtype="float32", shape=s) for n, s in floats.items()]
-    wide = {"step_counter": (4,), "peers": (MAX_WORLD,)}
+    wide = {"step_counter": (4,), "peers": (MAX_WORLD,), "exchange": (exchange_words(0),)}
     return entries + [TensorEntry(name=n, dtype="int64", shape=s) for n, s in wide.items()]

@@ -260,8 +260,12 @@ def boundary(
     destination_slots: Tensor,
     destination_offsets: Tensor,
     peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
     rank: Tensor,
     layer: int,
+    call: int,
+    calls: int,
     eps: float,
     world: int,
 ) -> tuple[Tensor, Tensor]:

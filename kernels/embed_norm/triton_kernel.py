@@ -35,7 +35,11 @@ def embed_norm(
     table: Tensor,
     weight: Tensor,
     peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
     rank: Tensor,
+    call: int,
+    calls: int,
     eps: float,
     world: int,
 ) -> Tensor:

@@ -123,8 +123,11 @@ def test_attributes_come_from_the_shape_and_are_listed() -> None:
     assert ops[0] == "step_metadata(page_size=8, snapshot_grid=16, destinations=3, drafts=0)"
     assert f"head(scale={1 / SHAPE.mup}, vocab={SHAPE.real_vocab})" in ops
     boundaries = [op for op in ops if op.startswith("boundary")]
-    pairs = [f"boundary(layer={i}, eps=1e-06, world=1)" for i in range(SHAPE.layers)]
-    assert boundaries == [pair for pair in pairs for _ in range(2)]
+    calls = 2 + 2 * SHAPE.layers
+    assert boundaries == [
+        f"boundary(layer={i // 2}, call={1 + i}, calls={calls}, eps=1e-06, world=1)"
+        for i in range(2 * SHAPE.layers)
+    ]
 
 
 @pytest.mark.parametrize("grid", [8, 16, 64])

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 GROUPS = (
     ("experts", "moe", "router", "swiglu", "rmsnorm", "embed_norm"),
-    ("sample", "commit", "step_metadata", "linear", "head"),
+    ("sample", "commit", "step_metadata", "linear", "head", "gather_logits"),
     ("attention_decode", "attention_extend"),
     ("attention_prologue", "boundary"),
     ("draft_metadata", "draft_gather", "draft_input", "draft_sample", "draft_commit"),
