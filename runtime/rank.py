@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from inkling_engine.runtime.errors import FailedError, UserError
 from inkling_engine.runtime.mirror import Mirror
@@ -103,28 +103,39 @@ class Member:
             raise FailedError(where, found, f"rank 0's, {expected}", REMEDY)
 
 
-def run(load: Callable[[Start, Member], Loaded]) -> None:
+def run(load: Callable[[Start, Member], Loaded]) -> NoReturn:
     """Be the rank that rank 0 says; `load` gives what runs."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    commands = Commands(int(sys.argv[1]))
+    code = 1
+    try:
+        _run(load, Commands(int(sys.argv[1])), int(sys.argv[2]))
+        code = 0
+    except UserError:
+        pass  # rank 0 says it
+    except BaseException:
+        log.exception("this rank ends")
+    sys.stderr.flush()
+    os._exit(code)  # taking torch down takes a second, and rank 0 waits
+
+
+def _run(load: Callable[[Start, Member], Loaded], commands: Commands, memory: int) -> None:
+    """Load and serve; rank 0 is told what this rank ends of, unless it has hung up."""
     start = commands.next()
     assert isinstance(start, Start)
-    memory = int(sys.argv[2])
     blocks = Blocks(memory, start.words, start.world, start.rank)
     os.close(memory)
     member = Member(commands, start, blocks)
-    try:
-        member.serve(load(start, member))
-    except EOFError:
-        return
-    except BaseException as error:
-        if not isinstance(error, UserError):
-            log.exception("rank %d ends", start.rank)
-        with suppress(EOFError):
-            commands.answer(Failure.of(error, start.rank))
-        blocks.release(start.rank)
-        raise SystemExit(1) from None
+    with suppress(EOFError):
+        try:
+            member.serve(load(start, member))
+        except EOFError:
+            raise
+        except BaseException as error:
+            with suppress(EOFError):
+                commands.answer(Failure.of(error, start.rank))
+            blocks.release(start.rank)
+            raise
 
 
 def _load(start: Start, member: Member) -> Loaded:

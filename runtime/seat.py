@@ -73,18 +73,18 @@ class Blocks:
         whole = mmap.mmap(handle, world * _stride(words))
         flat = torch.frombuffer(whole, dtype=torch.int64)
         stride = _stride(words) // WORD
-        self._blocks = [flat[r * stride : r * stride + words] for r in range(world)]
+        self.all = [flat[r * stride : r * stride + words] for r in range(world)]
 
     @property
     def own(self) -> Tensor:
         """The own block, [words] int64."""
-        return self._blocks[self.rank]
+        return self.all[self.rank]
 
     def take(self, pools: Mapping[str, Tensor], sockets: Mapping[int, int]) -> None:
         """Fill `rank` and `peers`; `sockets` are descriptors that hang up when a rank's process ends,
         by rank."""
         pools["rank"][0] = self.rank
-        for rank, block in enumerate(self._blocks):
+        for rank, block in enumerate(self.all):
             pools["peers"][rank] = block.data_ptr()
         for rank, handle in sockets.items():
             self.own[LIFE + rank] = 1 + handle
@@ -95,7 +95,7 @@ class Blocks:
 
     def release(self, rank: int) -> None:
         """Let nobody wait any more, because of `rank`; what somebody has noted before stays."""
-        for block in self._blocks:
+        for block in self.all:
             if not block[ERROR]:
                 block[ERROR] = 1 + rank
 
