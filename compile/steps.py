@@ -53,8 +53,8 @@ ROW_INPUTS = (
 def step(
     spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
 ) -> Tensor:
-    """Run one step of `bucket`; returns the logits [samples, vocabulary] float32 (a sample a row, in a
-    verify step one a token)."""
+    """Run one step of `bucket`; returns the logits [samples, real vocabulary] float32 (a sample a row,
+    in a verify step one a token)."""
     calls = Calls(spec)
     meta, hidden, logits = target_phase(spec, bucket, weights, pools, rows, calls)
     if spec.spec_depth:

@@ -23,9 +23,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONTROL = 32  # words
 FLAGS = 256  # a launch of more programs than that does not wait
@@ -75,7 +76,7 @@ def all_parts(
         if address == 0 or not _arrived(block, address, other, sequence, deadline):
             parts.append(None)
             continue
-        copy = torch.empty_like(part, memory_format=torch.contiguous_format)
+        copy = part.new_empty(part.shape)
         ctypes.memmove(copy.data_ptr(), address + at, size)
         parts.append(copy)
     return parts
@@ -84,8 +85,8 @@ def all_parts(
 def rank_sum(parts: Iterable[Tensor | None]) -> Tensor:
     """The sum of the parts that were given: fp32, in rank order, rounded once to their dtype."""
     given = [part for part in parts if part is not None]
-    total = torch.zeros_like(given[0], dtype=torch.float32)
-    for part in given:
+    total = given[0].float() + 0.0
+    for part in given[1:]:
         total = total + part.float()
     return total.to(given[0].dtype)
 

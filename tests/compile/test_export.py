@@ -201,14 +201,14 @@ def test_one_rank_of_eight_of_a_published_model_exports() -> None:
     program, ops, inputs = exported(spec.buckets[0], spec)
     shapes = {entry.name: entry.shape for entry in (*inputs.weights, *inputs.pools)}
     assert shapes["embed"] == shapes["head"] == (25128, shape.hidden)
-    assert shapes["token_counts"] == (1 + spec.max_running, 25128) and spec.rank_vocab == 25128
+    assert shapes["token_counts"] == (1 + spec.max_running, shape.real_vocab)
     assert {a["heads"] for a in calls(program, "attention_decode")} == {
         kind.heads // 8 for kind in (shape.full, shape.local)
     }
     assert f"head(scale={1 / shape.mup}, vocab=25128)" in ops
     (output,) = program.graph_signature.user_outputs
     (node,) = (node for node in program.graph.nodes if node.name == output)
-    assert tuple(node.meta["val"].shape) == (2, 25128)
+    assert tuple(node.meta["val"].shape) == (2, shape.real_vocab)
 
 
 def _aten(weights: Tensors, pools: Tensors, run: Callable[[], Tensor]) -> Tensor:
