@@ -14,6 +14,8 @@ zeroes a step counter zeroes the block, before any rank's next step. With one ra
 
 A rank that does not come within LIMIT_MS (or word LIMIT, if that is not 0) is noted in the error
 word as 1 + rank, the first one only. Then nobody waits any more: what has not come counts as absent.
+On the CPU so is a rank whose process has ended: word LIFE + r may hold 1 + a descriptor, of this process,
+that hangs up then. Nothing of Python runs while a program waits, so the native wait looks itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 CONTROL = 32  # words
 FLAGS = 256  # a launch of more programs than that does not wait
 HEADER = CONTROL + FLAGS
-ERROR, LIMIT = 0, 1  # words of the control part
+ERROR, LIMIT, LIFE = 0, 1, 8  # words of the control part; LIFE is one a rank
 LIMIT_MS = 20_000
 WORD = 8  # bytes
 ALIGNMENT = 32  # words, of a half

@@ -163,6 +163,13 @@ def settle(engine: Engine) -> None:
         torch.cuda.synchronize(device)
 
 
+def rank_digests(engine: Engine) -> list[dict[str, str]]:
+    """SHA-256 by name of the pools that all ranks have alike, rank by rank: all must be equal."""
+    settle(engine)
+    seat = engine.pool.seat
+    return [engine.pool.replicated(), *(seat.digests() if seat else [])]
+
+
 def _state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:
     """The tensors of `digest`; pages are [layers, 2, kv heads, page, head dim]."""
     from inkling_engine.kernels._conv import window

@@ -2,6 +2,8 @@
 #pragma once
 #include "common.h"
 
+#include <poll.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -9,7 +11,7 @@
 namespace inkling {
 
 constexpr int64_t CONTROL = 32, FLAGS = 256, HEADER = CONTROL + FLAGS;  // words
-constexpr int64_t ERROR = 0, LIMIT = 1, LIMIT_MS = 20000, HALF_ALIGNMENT = 32;
+constexpr int64_t ERROR = 0, LIMIT = 1, LIFE = 8, LIMIT_MS = 20000, HALF_ALIGNMENT = 32;
 constexpr float ABSENT_LOGIT = -1e30f;
 
 class Exchange {
@@ -56,9 +58,18 @@ class Exchange {
       if (block_[ERROR] != 0) return false;
       int64_t limit = block_[LIMIT] != 0 ? block_[LIMIT] : LIMIT_MS;
       if (tries % 64 == 63 && Clock::now() - start > std::chrono::milliseconds(limit)) block_[ERROR] = 1 + r;
+      if (tries % 1024 == 1023) note_dead();
       if (tries > 64) std::this_thread::yield();
     }
     return true;
+  }
+
+  // Notes a rank whose process has ended.
+  void note_dead() const {
+    for (int64_t r = 0; r < world_; r++) {
+      pollfd socket{static_cast<int>(block_[LIFE + r]) - 1, 0, 0};
+      if (socket.fd >= 0 && poll(&socket, 1, 0) > 0 && (socket.revents & (POLLHUP | POLLERR))) block_[ERROR] = 1 + r;
+    }
   }
 
   const int64_t* peers_;
