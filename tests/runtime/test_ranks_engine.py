@@ -30,7 +30,7 @@ from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.verify import verify_engine
 
 pytestmark = pytest.mark.multi
-PROMPTS = python_prompts((70, 1, 33, 130, 64))
+PROMPTS = python_prompts((70, 1, 33, 300, 64))
 PARAMS = [
     SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True, logprobs=2, seed=at)
     for at, heat in enumerate((0.0, 0.0, 0.8, 0.0, 1.0))
