@@ -109,7 +109,12 @@ def test_any_number_of_ranks_that_divides(tmp_path: Path, tp: int) -> None:
     config["text_config"] |= {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 1}
     config["text_config"] |= {"vocab_size": 480, "unpadded_vocab_size": 317}
     folder = write_random(tmp_path / "six", config, seed=4)
-    given: dict[str, Any] = {"native": True, "spec_depth": 2, "draft_vocab": 131, "extend_buckets": "128x3"}
+    given: dict[str, Any] = {
+        "native": True,
+        "spec_depth": 2,
+        "draft_vocab": 131,
+        "extend_buckets": "128x3",
+    }
     whole, split = pair(folder, tmp_path, tp, **given)
     for traffic in (whole, split):
         traffic.prompts = [[(7 * i + n) % 317 for i in range(n)] for n in LENGTHS]
