@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 from support.fake_step import run_oracle
+from support.leftovers import gone
 from support.rank_rig import manifest_of, open_engine
 
 from inkling_engine.kernels._exchange import ERROR, exchange_words
@@ -40,20 +41,6 @@ def rig_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = str(Path(__file__).parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *filter(None, paths)]))
-
-
-def gone(pid: int, seconds: float = 10.0) -> bool:
-    """Whether a process is no more, or no more than a name, within a while."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        stat = Path(f"/proc/{pid}/stat")
-        try:
-            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def pids(ranks: Ranks) -> list[int]:
