@@ -1,4 +1,4 @@
-"""The trained model on two ranks, compiled: tokens of one rank, ranks that agree, a job that goes on."""
+"""The trained model on four ranks, compiled: tokens of one rank, ranks that agree, a job that goes on."""
 
 from __future__ import annotations
 
@@ -48,16 +48,19 @@ def tokens(done: list[Completion]) -> list[tuple[int, ...]]:
     return [tuple(one.choices[0].token_ids) for one in done]
 
 
-def test_two_ranks_give_what_one_gives_and_agree_after_every_step(
-    rank_engine: Path, tiny_engine: Path
+def test_four_ranks_give_what_one_gives_and_agree_after_every_step(
+    ranks_engine: Path, tiny_engine: Path
 ) -> None:
     with Engine.load(tiny_engine) as engine:
         expected = engine.generate(PROMPTS, PARAMS)
-    with Engine.load(rank_engine) as engine:
+    with Engine.load(ranks_engine) as engine:
 
         def observe(plan: Plan, began: float, ended: float, tokens: int) -> None:
-            own, other = debug.rank_digests(engine)
-            assert own == other, {name for name in own if own[name] != other[name]}
+            own, *others = debug.rank_digests(engine)
+            for rank, other in enumerate(others, start=1):
+                differ = {name for name in own if own[name] != other[name]}
+                assert not differ, f"rank {rank}: {differ}"
+            assert len(others) == 3
 
         engine.observers.append(observe)
         done = engine.generate(PROMPTS, PARAMS)
@@ -73,44 +76,46 @@ def test_two_ranks_give_what_one_gives_and_agree_after_every_step(
     assert all(gone(pid) for pid in left)
 
 
-def test_several_steps_in_one_replay(rank_engine: Path) -> None:
-    with Engine.load(rank_engine) as engine:
+def test_several_steps_in_one_replay(ranks_engine: Path) -> None:
+    with Engine.load(ranks_engine) as engine:
         expected = tokens(engine.generate(PROMPTS, PARAMS))
-    with Engine.load(rank_engine, steps_per_replay=8) as engine:
+    with Engine.load(ranks_engine, steps_per_replay=8) as engine:
         assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
-        own, other = debug.rank_digests(engine)
-        assert own == other
-    assert verify_engine(rank_engine)["golden"].startswith("ok")
+        own, *others = debug.rank_digests(engine)
+        assert others == [own] * 3
+    assert verify_engine(ranks_engine)["golden"].startswith("ok")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_that_dies_inside_a_step_is_named(rank_engine: Path, signum: signal.Signals) -> None:
+def test_a_rank_that_dies_inside_a_step_is_named(
+    ranks_engine: Path, signum: signal.Signals
+) -> None:
     """Rank 0 waits for it in native code, which runs under the interpreter's lock."""
-    with Engine.load(rank_engine) as engine:
-        (pid,) = ranks_of(engine)
+    with Engine.load(ranks_engine) as engine:
+        left = ranks_of(engine)
         requests = [engine.submit(PROMPTS[0], PARAMS[0]) for _ in range(2000)]
-        threading.Timer(0.5, os.kill, (pid, signum)).start()
-        with pytest.raises(FailedError, match=f"rank 1: found killed by {signum.name}"):
+        threading.Timer(0.5, os.kill, (left[1], signal.SIGSEGV)).start()
+        with pytest.raises(FailedError, match="rank 2: found killed by SIGSEGV"):
             while not all(request.finished for request in requests):
                 engine.step()
-        assert gone(pid)
+        assert all(gone(pid) for pid in left)
 
 
-def test_a_job_whose_rank_was_killed_goes_on(rank_engine: Path, tmp_path: Path) -> None:
+def test_a_job_whose_rank_was_killed_goes_on(ranks_engine: Path, tmp_path: Path) -> None:
     lines = [line(f"id-{at}", prompt=f"def f{at}(a):", max_tokens=20) for at in range(300)]
     source = write_lines(tmp_path / "in", lines)
-    command = [*INKLING_ENGINE, "batch", str(rank_engine), "--input", str(source), "--output"]
+    command = [*INKLING_ENGINE, "batch", str(ranks_engine), "--input", str(source), "--output"]
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
     output, part = tmp_path / "out", tmp_path / "out.part"
     with subprocess.Popen([*command, output], stderr=subprocess.PIPE, text=True) as job:
         while not part.exists() or part.stat().st_size < 1000:
             assert job.poll() is None, "the job ended before its rank could be killed"
             time.sleep(0.001)
-        (pid,) = children(job.pid)
-        os.kill(pid, signal.SIGKILL)
+        left = children(job.pid)
+        os.kill(left[1], signal.SIGKILL)
         _, said = job.communicate(timeout=10)
-        assert (job.returncode, gone(pid)) == (1, True)
-        assert "error: rank 1: found killed by SIGKILL" in said
+        assert job.returncode == 1 and len(left) == 3 and all(gone(pid) for pid in left)
+        assert "found killed by SIGKILL; expected a rank that goes on" in said
     written = part.read_bytes().count(b"\n")
     assert 0 < written < 300
     done = subprocess.run([*command, output], capture_output=True, text=True, check=False)
@@ -125,16 +130,16 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_the_commands_run_all_ranks(rank_engine: Path) -> None:
-    arguments = ("generate", rank_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
+def test_the_commands_run_all_ranks(ranks_engine: Path) -> None:
+    arguments = ("generate", ranks_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
     assert inkling_engine(*arguments).returncode == 0
-    done = inkling_engine("bench", rank_engine, "--tokens", 8, "--repeat", 1, "--accept", 2)
+    done = inkling_engine("bench", ranks_engine, "--tokens", 8, "--repeat", 1, "--accept", 2)
     assert done.returncode == 0 and "ranks" in done.stdout, done.stderr
-    facts = msgspec.json.decode(inkling_engine("inspect", rank_engine, "--json").stdout)
+    facts = msgspec.json.decode(inkling_engine("inspect", ranks_engine, "--json").stdout)
     sizes = [rank["weights"] for rank in facts["ranks"]]
-    assert len(sizes) == 2 and sum(sizes) == facts["bytes"]["weights"]
-    alone = inkling_engine("verify", rank_engine, "--random-weights", 3)
-    assert alone.returncode == 0 and "rank 0 of 2 runs alone" in alone.stderr
+    assert len(sizes) == 4 and sum(sizes) == facts["bytes"]["weights"]
+    alone = inkling_engine("verify", ranks_engine, "--random-weights", 3)
+    assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr
 
 
 def _flip(path: Path) -> None:
@@ -145,17 +150,17 @@ def _flip(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [_flip, Path.unlink])
 def test_bad_weights_of_another_rank_are_refused(
-    rank_engine: Path, tmp_path: Path, spoil: Callable[[Path], None]
+    ranks_engine: Path, tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     copy = tmp_path / "engine"
-    subprocess.run(["cp", "-r", rank_engine, copy], check=True)
+    subprocess.run(["cp", "-r", ranks_engine, copy], check=True)
     spoil(copy / layout.weights_file(1))
     with pytest.raises(CorruptError, match=r"rank1\.safetensors"):
         Engine.load(copy)
     assert "rank1.safetensors" in refused(inkling_engine("generate", copy, "--prompt-ids", 1), 4)
 
 
-def test_all_ranks_must_fit(rank_engine: Path) -> None:
-    need = 2 * total_bytes(open_manifest(rank_engine))
+def test_all_ranks_must_fit(ranks_engine: Path) -> None:
+    need = 4 * total_bytes(open_manifest(ranks_engine))
     with pytest.raises(DoesNotFitError, match=f"{need:,} bytes"):
-        Engine.load(rank_engine, memory=need - 1)
+        Engine.load(ranks_engine, memory=need - 1)
