@@ -22,30 +22,30 @@ from inkling_engine.runtime.verify import read_golden
 
 
 def test_every_rank_has_a_file_that_does_not_depend_on_the_others(
-    ranks_engine: Path, tmp_path: Path
+    four_rank_engine: Path, tmp_path: Path
 ) -> None:
-    manifest = open_manifest(ranks_engine)
+    manifest = open_manifest(four_rank_engine)
     spec, plan = manifest.spec, make_plan(BuildOptions(model="inkling-tiny", device="cpu", tp=4))
     names = [weights_file(rank) for rank in range(4)]
     assert [entry.file for entry in manifest.weights] == names
-    assert sorted(path.name for path in (ranks_engine / WEIGHTS).iterdir()) == [
+    assert sorted(path.name for path in (four_rank_engine / WEIGHTS).iterdir()) == [
         Path(name).name for name in names
     ]
     assert plan.checkpoint is not None
     for rank in (3, 1):
         recipe = recipes(spec.shape, spec.dtype, plan.checkpoint.layout, 4, rank)
         alone = write_weights(plan.checkpoint, recipe, tmp_path / "alone.safetensors")
-        assert alone == file_digest(ranks_engine / weights_file(rank))
+        assert alone == file_digest(four_rank_engine / weights_file(rank))
     assert {program.proof for program in manifest.programs} == {"equal to eager"}
 
 
-def test_golden_answers_are_those_of_one_rank(ranks_engine: Path, drafting_engine: Path) -> None:
+def test_golden_answers_are_those_of_one_rank(four_rank_engine: Path, tiny_engine: Path) -> None:
     """And all ranks together give them."""
-    found, expected = read_golden(ranks_engine), read_golden(drafting_engine)
+    found, expected = read_golden(four_rank_engine), read_golden(tiny_engine)
     for case, other in zip(found.cases, expected.cases, strict=True):
         assert (case.prompt, case.tokens) == (other.prompt, other.tokens)
         assert case.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    done = inkling_engine("verify", ranks_engine, "--json")
+    done = inkling_engine("verify", four_rank_engine, "--json")
     assert done.returncode == 0, done.stderr
     tokens = sum(len(case.tokens) for case in found.cases)
     assert json.loads(done.stdout)["golden"] == f"ok, {tokens} tokens of 2 prompts"

@@ -6,7 +6,7 @@ go on alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -51,7 +51,10 @@ class Ranks:
     def step(self, bucket: Bucket, chunks: Sequence[Chunk]) -> list[Tensor]:
         """One step of every rank; each one's logits [samples, real vocabulary]."""
         inputs = program_inputs(self.spec, bucket, ())
-        rows = [machine.rows(inputs, chunks) for machine in self.machines]
+        return self.run(bucket, [machine.rows(inputs, chunks) for machine in self.machines])
+
+    def run(self, bucket: Bucket, rows: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """One step of every rank over row inputs of its own; each one's logits."""
         with nullcontext() if self.native else use_references():  # noqa: SIM117
             with ThreadPoolExecutor(len(rows)) as pool:
                 begun = [
@@ -80,3 +83,34 @@ def convert(folder: Path, scratch: Path, tp: int, *, native: bool, **options: An
         write_weights(plan.checkpoint, recipe, path)
         machines.append(Machine(spec, load_file(path)))
     return Ranks(machines, native)
+
+
+class AllRanks:
+    """The code of a step for an engine's rank 0: the other ranks take it beside, over pools of their own.
+
+    After each step all that is not of one rank must be the same bits on all.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Weights of every rank but the first, which the engine has, are those of `ranks`."""
+        self._weights = [machine.weights for machine in ranks.machines[1:]]
+        self._ranks: Ranks | None = None
+
+    def __call__(
+        self,
+        spec: EngineSpec,
+        bucket: Bucket,
+        weights: Mapping[str, Tensor],
+        pools: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Run `bucket` on all ranks; logits [rows, real vocabulary]."""
+        if self._ranks is None:
+            own = Machine(spec, weights)
+            own.pools = dict(pools)
+            self._ranks = Ranks([own, *(Machine(spec, w) for w in self._weights)], True)
+        others = [{name: row.clone() for name, row in rows.items()} for _ in self._weights]
+        logits = self._ranks.run(bucket, [rows, *others])
+        for name, copies in self._ranks.replicated():
+            assert all(torch.equal(copy, copies[0]) for copy in copies), name
+        return logits[0]
