@@ -153,11 +153,6 @@ class EngineSpec(Frozen):
     draft_vocab: int = 0
 
     @property
-    def rank_vocab(self) -> int:
-        """Columns of one rank's logits: its rows of the head, without those of no real token."""
-        return min(self.shape.real_vocab, self.shape.vocab // self.tp)
-
-    @property
     def conv_ring(self) -> int:
         """Convolution inputs that a slot keeps: those that the next token needs, and one a draft."""
         return self.shape.conv_kernel - 1 + self.spec_depth

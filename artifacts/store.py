@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -89,9 +90,10 @@ def open_manifest(folder: Path) -> Manifest:
     return _decode(path.read_bytes(), path)
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
+def verify_files(folder: Path, manifest: Manifest, unread: Collection[str] = ()) -> None:
     """Check the manifest's own digest, then every file: present, listed, right size, right bytes.
 
+    The bytes of `unread` files are left to `verify_file`, which other processes may call meanwhile.
     Raises one CorruptError that names every fault. While the manifest lists no weights, whatever
     lies in `weights/` is the rest of an interrupted `add_files`: nothing reads it, and it may stay.
     """
@@ -101,11 +103,24 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     if not manifest.weights:
         present = {path for path in present if not path.startswith(f"{WEIGHTS}/")}
     faults = [f"extra {path}" for path in sorted(present - listed.keys())]
-    faults += [fault for entry in manifest.files if (fault := _fault(folder, entry))]
+    for entry in manifest.files:
+        if fault := _fault(folder, entry, read=entry.path not in unread):
+            faults.append(fault)
+    _require_none(faults, folder, manifest)
+
+
+def verify_file(folder: Path, manifest: Manifest, path: str) -> None:
+    """Check one listed file as `verify_files` does; CorruptError if it is not as listed."""
+    entry = next(entry for entry in manifest.files if entry.path == path)
+    fault = _fault(folder, entry, read=True)
+    _require_none([fault] if fault else [], folder, manifest)
+
+
+def _require_none(faults: list[str], folder: Path, manifest: Manifest) -> None:
     if faults:
         count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
         found = f"{count}: {', '.join(faults)}"
-        expected = f"the {len(listed)} files that {MANIFEST} lists"
+        expected = f"the {len(manifest.files)} files that {MANIFEST} lists"
         raise CorruptError(f"engine folder {folder}", found, expected, _REBUILD)
 
 
@@ -233,8 +248,8 @@ def _essence(manifest: Manifest) -> str:
     return _own_digest(msgspec.structs.replace(manifest, created="", files=files))
 
 
-def _fault(folder: Path, entry: FileEntry) -> str:
-    """What is wrong with one listed file, or nothing."""
+def _fault(folder: Path, entry: FileEntry, *, read: bool) -> str:
+    """What is wrong with one listed file, or nothing; its bytes count if they are `read`."""
     pure, path = PurePosixPath(entry.path), folder / entry.path
     if pure.is_absolute() or ".." in pure.parts:
         return f"{entry.path} lies outside the folder"
@@ -243,6 +258,7 @@ def _fault(folder: Path, entry: FileEntry) -> str:
     try:
         if (size := path.stat().st_size) != entry.size:
             return f"{entry.path} has {size} bytes, not {entry.size}"
-        return "" if file_digest(path) == entry.sha256 else f"{entry.path} has other content"
+        same = not read or file_digest(path) == entry.sha256
+        return "" if same else f"{entry.path} has other content"
     except OSError as error:
         return f"{entry.path} cannot be read ({error.strerror})"

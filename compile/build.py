@@ -182,7 +182,7 @@ def _run_items(state: Build) -> dict[str, bytes]:
             pool.shutdown(wait=False, cancel_futures=True)
             items.stop_workers()
             raise
-    notes["golden"] = _item(state, "golden", lambda: items.golden(plan, state.staging))
+    notes["golden"] = _item(state, "golden", lambda: items.golden(plan, state.staging, state.work))
     return notes
 
 
@@ -252,11 +252,14 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
 
 
 def _verify(state: Build) -> None:
-    """Prove the sealed engine as a user would run it; nothing of a failing one is kept."""
+    """Prove the sealed engine as a user would run it; nothing of a failing one is kept.
+
+    One without the weights of all ranks is shown on drawn ones.
+    """
     state.notify("verify", "started", 0.0)
     started = time.monotonic()
     command = [sys.executable, "-m", "inkling_engine.runtime.cli", "verify", str(state.sealed)]
-    if not state.plan.ranks:
+    if not state.plan.whole:
         command += ["--random-weights", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

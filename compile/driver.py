@@ -87,7 +87,7 @@ class Machine:
         return there
 
     def eager(self, bucket: Bucket, rows: Mapping[str, Tensor]) -> Tensor:
-        """The reference step: logits [rows, rank vocabulary] float32."""
+        """The reference step: logits [rows, real vocabulary] float32."""
         with use_references():
             return self.native(bucket, rows)
 

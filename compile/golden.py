@@ -31,7 +31,7 @@ TEXTS = (
 
 
 def record(spec: EngineSpec, weights: Path | None, tokenizer: Path | None) -> bytes:
-    """Golden JSON of the engine whose rank-0 weight file is `weights`; no cases without it."""
+    """Golden JSON of the one-rank engine whose weight file is `weights`; no cases without it."""
     cases = []
     if weights is not None:
         with safe_open(weights, framework="pt") as tensors:

@@ -119,13 +119,25 @@ def weights(plan: Plan, staging: Path, rank: int) -> bytes:
     return write_weights(plan.checkpoint, recipe, target).encode()
 
 
-def golden(plan: Plan, staging: Path) -> bytes:
-    """Record the golden continuations with the eager reference, if rank 0 has its weights."""
-    tokenizer = plan.checkpoint.folder / TOKENIZER_FILES[0] if plan.checkpoint else None
-    weight_file = staging / weights_file(0) if 0 in plan.ranks else None
+def golden(plan: Plan, staging: Path, work: Path) -> bytes:
+    """Record the golden continuations with the eager reference, if all ranks have their weights.
+
+    What several ranks must answer is what the whole model does, so it is converted for that.
+    """
     target = staging / GOLDEN_FILE
     target.parent.mkdir(exist_ok=True)
-    target.write_bytes(record(plan.spec, weight_file, tokenizer))
+    if plan.checkpoint is None or not plan.whole:
+        target.write_bytes(record(plan.spec, None, None))
+        return b""
+    spec = msgspec.structs.replace(plan.spec, tp=1)
+    tokenizer = plan.checkpoint.folder / TOKENIZER_FILES[0]
+    with tempfile.TemporaryDirectory(prefix="run-golden-", dir=work) as scratch:
+        file = staging / weights_file(0)
+        if plan.spec.tp != 1:
+            file = Path(scratch) / file.name
+            layout = plan.checkpoint.layout
+            write_weights(plan.checkpoint, recipes(spec.shape, spec.dtype, layout), file)
+        target.write_bytes(record(spec, file, tokenizer))
     return b""
 
 

@@ -41,6 +41,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     draft_kv_per_token: int
     draft_state_per_request: int
     snapshots: int
+    exchange: int
     pools: int
     programs: int
     slack: int
@@ -57,7 +58,8 @@ def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
     memory = device_memory or DEVICE_MEMORY.get(spec.arch) or machine_memory()
     weights = weight_bill(spec.shape, spec.dtype, spec.tp)
     weight_bytes = weights.total
-    pools = sum(entry_bytes(entry) for entry in pool_entries(spec))
+    sizes = {entry.name: entry_bytes(entry) for entry in pool_entries(spec)}
+    pools = sum(sizes.values())
     programs, slack = PROGRAM_BYTES * len(spec.buckets), SLACK[spec.device]
     conv, scattered = _conv(spec, scattered=False), _conv(spec, scattered=True)
     per_token, per_page_token = _kv_per_token(spec, local=False), _kv_per_token(spec, local=True)
@@ -84,6 +86,7 @@ def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
         draft_kv_per_token=draft_token,
         draft_state_per_request=draft_request,
         snapshots=spec.pools.snapshots * (conv + draft_saved * drafting),
+        exchange=sizes["exchange"],
         pools=pools,
         programs=programs,
         slack=slack,

@@ -207,10 +207,8 @@ def _check_drafting(options: BuildOptions, shape: ModelShape) -> None:
 
 
 def _draft_vocab(options: BuildOptions, shape: ModelShape) -> int:
-    """How many of a rank's first ids are drafted among; 0 without drafting."""
-    if not options.spec_depth:
-        return 0
-    return min(options.draft_vocab or shape.real_vocab, shape.vocab // options.tp)
+    """How many first ids are drafted among; 0 without drafting."""
+    return (options.draft_vocab or shape.real_vocab) if options.spec_depth else 0
 
 
 def _arch(given: str | None, device: str) -> str:

@@ -35,6 +35,11 @@ class Plan:
     bill: Bill
 
     @property
+    def whole(self) -> bool:
+        """Whether the weights of all ranks are converted: the engine can then answer."""
+        return self.ranks == tuple(range(self.spec.tp))
+
+    @property
     def items(self) -> tuple[str, ...]:
         """Names of the work items, in order."""
         programs = tuple(program_name(bucket) for bucket in self.spec.buckets)
@@ -130,11 +135,12 @@ def require_buildable(plan: Plan) -> None:
             expected = "a GPU, or at least a CUDA build of torch"
             remedy = "install one, add --dry-run, or build a CPU engine with --device cpu"
             raise UsageError("--device", found, expected, remedy)
+        if spec.tp != 1 and plan.ranks:
+            found = f"{spec.tp} for a CUDA engine with weights"
+            expected = "1: the ranks of a CUDA engine cannot reach one another in this version"
+            remedy = "use --tp 1 or --device cpu, or build a preset's programs without weights"
+            raise UsageError("--tp", found, expected, remedy)
     require_fit(spec, plan.bill)
-    if spec.tp != 1 and plan.ranks:
-        expected = "1 for an engine with weights in this version (plan others with --dry-run)"
-        remedy = "build with --tp 1, or the programs alone of a preset without --checkpoint"
-        raise UsageError("--tp", spec.tp, expected, remedy)
 
 
 def plan_json(plan: Plan) -> dict[str, object]:

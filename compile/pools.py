@@ -11,6 +11,7 @@ import math
 from inkling_engine.artifacts.manifest import DType, RowEntry, TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, LayerKind
 from inkling_engine.kernels import table
+from inkling_engine.kernels._exchange import exchange_words
 
 ROW_ALIGNMENT = 64
 MAX_WORLD = 8
@@ -27,6 +28,11 @@ def pool_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
     """Every pool of one rank, in program input order."""
     drafts = _draft_pools(spec) if spec.spec_depth else []
     return (*_state_pools(spec), *drafts, *_table_pools(spec))
+
+
+def samples(bucket: Bucket) -> int:
+    """Rows of the step's logits: one a request, in a verify step one a token."""
+    return bucket.tokens if bucket.drafts else bucket.rows
 
 
 def row_entries(spec: EngineSpec, bucket: Bucket) -> tuple[tuple[RowEntry, ...], int]:
@@ -121,7 +127,7 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
     ints: dict[str, tuple[int, ...]] = {
         "request_state": (lines, table.STATE_WIDTH),
         "request_ints": (lines, int_columns(spec)),
-        "token_counts": (lines, spec.rank_vocab),
+        "token_counts": (lines, spec.shape.real_vocab),
         "full_table": (lines, sizes.table_width),
         "window_table": (lines, sizes.window_ring),
         "snapshot_slots": (lines, _most_destinations(spec)),
@@ -136,5 +142,16 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
         "results_float": (sizes.results, rows, emitted * (1 + top)),
     }
     entries += [TensorEntry(name=n, dtype="float32", shape=s) for n, s in floats.items()]
-    wide = {"step_counter": (4,), "peers": (MAX_WORLD,)}
+    words = exchange_words(_largest_part(spec) if spec.tp > 1 else 0)
+    wide = {"step_counter": (4,), "peers": (MAX_WORLD,), "exchange": (words,)}
     return entries + [TensorEntry(name=n, dtype="int64", shape=s) for n, s in wide.items()]
+
+
+def _largest_part(spec: EngineSpec) -> int:
+    """Most bytes that a rank gives the others at once: rows of a step or of its draft phase, or its
+    columns of the logits."""
+    hidden, columns = spec.shape.hidden * ITEM_SIZE[spec.dtype], spec.shape.vocab // spec.tp
+    return max(
+        max(hidden * (bucket.tokens + bucket.rows * spec.spec_depth), 4 * columns * samples(bucket))
+        for bucket in spec.buckets
+    )

@@ -18,6 +18,7 @@ from inkling_engine.artifacts.spec import Bucket, EngineSpec
 from inkling_engine.compile.backends import cross
 from inkling_engine.compile.backends.aoti import compile_program, open_program
 from inkling_engine.compile.export import export_step, program_inputs
+from inkling_engine.compile.pools import samples
 from inkling_engine.compile.twin import is_small, prove, reduced
 from inkling_engine.compile.weights import step_weights
 from inkling_engine.compile.worker import Request
@@ -66,11 +67,6 @@ def workspace(spec: EngineSpec, bucket: Bucket) -> int:
     return 4 * max(tokens * widest, strips, 2 * samples(bucket) * shape.vocab, 1 << 20)
 
 
-def samples(bucket: Bucket) -> int:
-    """Rows of the step's logits: one a request, in a verify step one a token."""
-    return bucket.tokens if bucket.drafts else bucket.rows
-
-
 def _prove(spec: EngineSpec, bucket: Bucket, package: Path) -> None:
     inputs = program_inputs(spec, bucket, step_weights(spec))
     prove(spec, bucket, inputs, open_program(package, spec.device))
@@ -99,7 +95,7 @@ def _lower(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
     inputs = program_inputs(spec, bucket, step_weights(spec))
     program, ops = export_step(spec, bucket, inputs)
     compile_program(program, spec, package, workspace(spec, bucket))
-    logits = (samples(bucket), spec.rank_vocab)
+    logits = (samples(bucket), spec.shape.real_vocab)
     return ProgramEntry(
         name=program_name(bucket),
         bucket=bucket,

@@ -22,6 +22,7 @@ LABELS = {
     "draft_kv_per_token": "KV of full draft depths a token",
     "draft_state_per_request": "draft windows and local KV a request",
     "snapshots": "conv snapshots",
+    "exchange": "exchange with the other ranks",
     "pools": "all pools",
     "programs": "programs (estimate)",
     "slack": "slack",

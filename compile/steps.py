@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.compile.models.inkling.drafts import DraftDecoder
 from inkling_engine.compile.models.inkling.model import Decoder
 from inkling_engine.compile.pools import destinations
@@ -52,16 +53,23 @@ ROW_INPUTS = (
 def step(
     spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
 ) -> Tensor:
-    """Run one step of `bucket`; returns the logits [samples, rank vocabulary] float32 (a sample a row,
+    """Run one step of `bucket`; returns the logits [samples, real vocabulary] float32 (a sample a row,
     in a verify step one a token)."""
-    meta, hidden, logits = target_phase(spec, bucket, weights, pools, rows)
+    calls = Calls(spec)
+    meta, hidden, logits = target_phase(spec, bucket, weights, pools, rows, calls)
     if spec.spec_depth:
-        draft_phase(spec, bucket, weights, pools, meta, hidden)
+        draft_phase(spec, bucket, weights, pools, meta, hidden, calls)
+    assert calls.made == calls.total, "a number left out would let ranks overwrite what others read"
     return logits
 
 
 def target_phase(
-    spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
+    spec: EngineSpec,
+    bucket: Bucket,
+    weights: Tensors,
+    pools: Tensors,
+    rows: Tensors,
+    calls: Calls,
 ) -> tuple[StepMeta, Tensor, Tensor]:
     """Metadata, layers, sampling, commit; returns the metadata, hidden rows [T, H] and logits."""
     meta = StepMeta(
@@ -74,10 +82,11 @@ def target_phase(
             bucket.drafts,
         )
     )
-    decoder = Decoder(spec.shape, weights, pools, meta, spec.tp)
+    decoder = Decoder(spec.shape, weights, pools, meta, spec.tp, calls)
     hidden = decoder.hidden(bucket)
     logits = decoder.logits(hidden)
     _sample_and_commit(spec, bucket, pools, meta, logits)
+    calls.commit()
     return meta, hidden, logits
 
 
@@ -132,6 +141,7 @@ def draft_phase(
     pools: Tensors,
     step_meta: StepMeta,
     hidden: Tensor,
+    calls: Calls,
 ) -> None:
     """Bring the draft depths up to the frontier and choose the next round's drafts."""
     meta = _draft_meta(spec, bucket, pools, step_meta)
@@ -139,7 +149,7 @@ def draft_phase(
     first = draft_gather(
         hidden, pools["draft_hidden"], meta.token_rows, meta.hidden_rows, meta.sources, meta.starts
     )
-    decoder = DraftDecoder(spec, weights, pools, meta)
+    decoder = DraftDecoder(spec, weights, pools, meta, calls)
     for depth, logits in enumerate(decoder.logits(first)):
         draft_sample(
             logits,

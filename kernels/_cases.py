@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inkling_engine.kernels._exchange import exchange_words
+
 
 @dataclass(frozen=True)
 class Case:
@@ -20,6 +22,25 @@ class Case:
     name: str
     arguments: tuple[Any, ...]
     tolerance: float
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """An exchange of `world` ranks, this one `rank`, the others absent: what ops that exchange take."""
+
+    world: int = 1
+    rank: int = 0
+    words: int = exchange_words(1 << 16)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """peers, exchange, step_counter, rank."""
+        return (
+            torch.zeros(8, dtype=torch.int64),
+            torch.zeros(self.words, dtype=torch.int64),
+            torch.tensor([5, 0, 0, 0]),
+            torch.tensor([self.rank, 0, 0, 0], dtype=torch.int32),
+        )
 
 
 def normal(

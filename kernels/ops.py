@@ -16,6 +16,7 @@ from inkling_engine.kernels.draft_metadata import draft_metadata
 from inkling_engine.kernels.draft_sample import draft_sample
 from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
+from inkling_engine.kernels.gather_logits import gather_logits
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.moe import moe
@@ -40,6 +41,7 @@ OPS: Final[tuple[Op, ...]] = (
     moe,
     boundary,
     head,
+    gather_logits,
     sample,
     commit,
     draft_metadata,

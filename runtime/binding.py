@@ -18,9 +18,11 @@ from inkling_engine.artifacts.manifest import Manifest, ProgramEntry
 from inkling_engine.kernels.state import DTYPES, Layout, allocate_rows
 from inkling_engine.runtime import debug
 from inkling_engine.runtime.metadata import RowInputs
+from inkling_engine.runtime.mirror import Mirror
 from inkling_engine.runtime.pool import StatePool, host_view
 from inkling_engine.runtime.replay import Loop, Replayer, RunnerFactory
 from inkling_engine.runtime.results import ResultRing
+from inkling_engine.runtime.seat import Seat
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
 from inkling_engine.runtime.weights import used_weights
@@ -59,14 +61,15 @@ def assemble(
     *,
     device: str = "cpu",
     steps: int = 1,
+    seat: Seat | None = None,
 ) -> Loaded:
     """Allocate pools and row buffers on `device`, bind every program's inputs, and make the runner.
 
-    Decode replays take up to `steps` steps.
+    Decode replays take up to `steps` steps. With a `seat` this is one rank of several.
     """
     timings = timings or Timings()
     with timings.phase("pools"):
-        pool = StatePool(manifest, device)
+        pool = StatePool(manifest, device, seat)
         buffers = {
             program.name: allocate_rows(program.rows, program.row_bytes, device)
             for program in manifest.programs
@@ -76,8 +79,9 @@ def assemble(
             program.name: _bind(program, manifest, weights, pool, buffers[program.name][1], device)
             for program in manifest.programs
         }
+        mirrors = {name: _mirror(buffer) for name, (buffer, _) in buffers.items() if seat}
         rows = {
-            program.name: _row_inputs(program, buffers[program.name][0])
+            program.name: _row_inputs(program, buffers[program.name][0], mirrors.get(program.name))
             for program in manifest.programs
         }
     runner = make_runner(manifest, inputs)
@@ -88,6 +92,8 @@ def assemble(
     replayer = runner if isinstance(runner, Replayer) else Loop(runner)
     if debug.active():
         replayer = debug.Checked(replayer, debug.address_check(inputs))
+    if seat:
+        replayer = seat.replayer(replayer, mirrors)
     return Loaded(manifest, pool, rows, results, replayer, tokenizer, timings, steps)
 
 
@@ -127,8 +133,16 @@ def _check(name: str, tensor: Tensor, layout: Layout, device: str) -> None:
     assert tensor.data_ptr() % INPUT_ALIGNMENT == 0, f"{name} is misaligned"
 
 
-def _row_inputs(program: ProgramEntry, buffer: Tensor) -> RowInputs:
-    """What the host fills: the program's own buffer, or for CUDA pinned memory that is sent."""
+def _mirror(buffer: Tensor) -> Mirror:
+    """A buffer of the host's own in front of `buffer`, for several ranks."""
+    return Mirror(memoryview(bytearray(buffer.nbytes)), host_view(buffer))
+
+
+def _row_inputs(program: ProgramEntry, buffer: Tensor, mirror: Mirror | None) -> RowInputs:
+    """What the host fills: the program's own buffer, or memory that is sent: a `mirror`'s to all ranks,
+    pinned memory to a GPU."""
+    if mirror:
+        return RowInputs(program, mirror.host, mirror)
     if buffer.device.type == "cpu":
         return RowInputs(program, host_view(buffer))
     from inkling_engine.runtime.capture import Upload, pinned

@@ -132,6 +132,7 @@ def draft_digest(engine: Engine, sequence: Sequence) -> str:
 def write_drafts(engine: Engine, sequence: Sequence, tokens: ListLike[int]) -> None:
     """Let a running sequence's next round verify `tokens` in place of the drafts that it has."""
     settle(engine)
+    _require_one_rank(engine)
     tensors, slot = engine.pool.tensors, sequence.slot
     assert slot and len(tokens) <= engine.spec.spec_depth, "more drafts than a round has"
     for place, token in enumerate(tokens):
@@ -149,7 +150,13 @@ def force_accept(engine: Engine, request: Request, low: int, high: int | None = 
     for sequence in request.sequences:
         sequence.admit_ints[table.FORCE_ACCEPT] = forced = 1 + low + 16 * high
         if sequence.status is Status.RUNNING:
+            _require_one_rank(engine)
             engine.pool.tensors["request_ints"][sequence.slot, table.FORCE_ACCEPT] = forced
+
+
+def _require_one_rank(engine: Engine) -> None:
+    """Pools that all ranks have alike are not written from here: the ranks would part."""
+    assert engine.pool.seat is None, "an engine of several ranks"
 
 
 def settle(engine: Engine) -> None:
@@ -161,6 +168,13 @@ def settle(engine: Engine) -> None:
         import torch
 
         torch.cuda.synchronize(device)
+
+
+def rank_digests(engine: Engine) -> list[dict[str, str]]:
+    """SHA-256 by name of the pools that all ranks have alike, rank by rank: all must be equal."""
+    settle(engine)
+    seat = engine.pool.seat
+    return [engine.pool.replicated(), *(seat.digests() if seat else [])]
 
 
 def _state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:

@@ -190,7 +190,7 @@ class Engine:
                 if self._ahead:
                     self._ahead.wait()
             self._rows.clear()
-            self.pool.tensors.clear()
+            self.pool.close()
             self._replayer = self._ahead = None
 
     def __enter__(self) -> Self:

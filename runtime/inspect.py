@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from inkling_engine.artifacts.layout import PROGRAMS, WEIGHTS
+from inkling_engine.artifacts.layout import PROGRAMS, WEIGHTS, weights_file
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.spec import Bucket
 from inkling_engine.artifacts.store import open_manifest, verify_manifest
@@ -42,6 +42,10 @@ def describe(folder: Path) -> dict[str, Any]:
         "programs": programs,
         "weights": [msgspec.to_builtins(entry) for entry in manifest.weights],
         "pools": pools,
+        "ranks": [
+            {"weights": sizes.get(weights_file(rank), 0), "pools": sum(pools.values())}
+            for rank in range(manifest.spec.tp)
+        ],
         "bytes": _totals(manifest, sizes) | {"pools": sum(pools.values())},
     }
 
@@ -72,9 +76,17 @@ def render(facts: dict[str, Any]) -> str:
         f"engine {built['engine']}",
         "disk": f"programs {_size(sizes['programs'])}, weights {weights}, "
         f"other {_size(sizes['other'])}",
-        "memory": f"state {_size(sizes['pools'])}, weights {weights}",
+        "memory": _memory(facts),
     }
     return "\n".join(f"{name:<9} {text}" for name, text in lines.items())
+
+
+def _memory(facts: dict[str, Any]) -> str:
+    """What each rank takes; what the largest one takes, if there are several."""
+    most = max(rank["weights"] for rank in facts["ranks"])
+    weights = _size(most) if facts["weights"] else "none (programs only)"
+    each = "a rank: " if len(facts["ranks"]) > 1 else ""
+    return f"{each}state {_size(facts['bytes']['pools'])}, weights {weights}"
 
 
 def _totals(manifest: Manifest, sizes: dict[str, int]) -> dict[str, int]:

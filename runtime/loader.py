@@ -2,7 +2,9 @@
 
 manifest -> compatibility -> digests -> (a probe in a child process) -> torch and the device's
 context -> weights -> programs -> pools -> bind -> (warm-up and capture). No native code of the
-folder is opened here before its digests hold and the probe has come back, or is remembered.
+folder is opened here before its digests hold and the probe has come back, or is remembered. An engine
+of several ranks starts the others' processes once its manifest and programs are known to be sound;
+each rank then checks and reads weights of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.compat import Environment, machine_memory, require
 from inkling_engine.artifacts.manifest import Manifest
-from inkling_engine.artifacts.store import open_manifest, verify_files
+from inkling_engine.artifacts.store import open_manifest, verify_file, verify_files
 from inkling_engine.runtime import debug, probe
 from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from inkling_engine.runtime.binding import Loaded
     from inkling_engine.runtime.replay import RunnerFactory
+    from inkling_engine.runtime.seat import Seat
 
 log = logging.getLogger("inkling_engine.load")
 
@@ -36,7 +39,8 @@ log = logging.getLogger("inkling_engine.load")
 class LoadOptions:
     """Choices of a load.
 
-    random_weights: seed to draw weights with, for engines that have none. memory: the most that
+    random_weights: seed to draw weights with, for engines that have none; of several ranks, rank 0 then
+    runs alone. memory: the most that
     the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
     now. programs: makes what runs the steps in place of the folder's programs (then no native
     code of the folder is opened). steps_per_replay: how many steps (tokens, or rounds of drafting)
@@ -55,8 +59,36 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
     """Open, check and bind the engine in `folder`; every refusal is a UserError."""
     timings = Timings()
     manifest = _open(folder, options, timings)
+    if not _all_ranks(manifest, options):
+        return _load(folder, manifest, options, timings, None)
+    from inkling_engine.runtime.ranks import Ranks
+    from inkling_engine.runtime.seat import block_words
+
+    steps = options.steps_per_replay
+    ranks = Ranks(manifest.spec.tp, block_words(manifest), str(folder.absolute()), steps)
+    try:
+        loaded = _load(folder, manifest, options, timings, ranks)
+        with timings.phase("ranks"):
+            ranks.require_ready()
+        return loaded
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def load_rank(folder: Path, options: LoadOptions, seat: Seat) -> Loaded:
+    """Load rank `seat.rank`, while rank 0 checks and probes all but its weights."""
+    manifest = open_manifest(folder)
+    verify_file(folder, manifest, layout.weights_file(seat.rank))
+    return _load(folder, manifest, options, Timings(), seat)
+
+
+def _load(
+    folder: Path, manifest: Manifest, options: LoadOptions, timings: Timings, seat: Seat | None
+) -> Loaded:
     name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{options.device_index}"
-    known = not debug.active() and probe.remembers(manifest)
+    follows = seat is not None and seat.rank > 0
+    known = follows or (not debug.active() and probe.remembers(manifest))
     child = None if options.programs or known else probe.start(folder, name)
     try:
         with timings.phase("import"):
@@ -69,19 +101,24 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
             if name != "cpu":
                 with timings.phase("context"):
                     torch.cuda.synchronize()
-            _require_memory(binding.total_bytes(manifest), options.memory, manifest.spec.device)
+            if not follows:
+                ranks = manifest.spec.tp if seat else 1  # on one machine
+                need = ranks * binding.total_bytes(manifest)
+                _require_memory(need, options.memory, manifest.spec.device)
             torch.set_num_threads(manifest.spec.threads)
-            values = _weights(folder, manifest, options, name, timings)
+            values = _weights(folder, manifest, options, name, timings, seat)
             with timings.phase("probe"):
                 if child:
                     probe.finish(child, folder)
                     probe.remember(manifest)
+                if seat:
+                    seat.proceed()
             with timings.phase("programs"):
                 steps = options.steps_per_replay
                 opened = options.programs or graphs.open_programs(folder, manifest, name, steps)
-                tokenizer = Tokenizer.open(folder)
+                tokenizer = None if follows else Tokenizer.open(folder)
             return binding.assemble(
-                manifest, values, opened, tokenizer, timings, device=name, steps=steps
+                manifest, values, opened, tokenizer, timings, device=name, steps=steps, seat=seat
             )
     finally:
         if child and child.returncode is None:
@@ -89,7 +126,12 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
 
 
 def _weights(
-    folder: Path, manifest: Manifest, options: LoadOptions, device: str, timings: Timings
+    folder: Path,
+    manifest: Manifest,
+    options: LoadOptions,
+    device: str,
+    timings: Timings,
+    seat: Seat | None,
 ) -> dict[str, Tensor]:
     """The rank's weights on `device`, read or drawn."""
     import torch
@@ -98,7 +140,8 @@ def _weights(
 
     with timings.phase("weights"):
         if options.random_weights is None:
-            values = weights.read_weights(folder / layout.weights_file(0), manifest, device)
+            file = layout.weights_file(seat.rank if seat else 0)
+            values = weights.read_weights(folder / file, manifest, device)
         else:
             values = weights.random_weights(manifest, options.random_weights, device)
         if device != "cpu":
@@ -134,28 +177,45 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
                 mismatch.found,
                 mismatch.remedy,
             )
-    if manifest.spec.tp != 1:
-        _require_measuring(manifest.spec.tp, options)
     most = replay_steps(manifest.spec)
     if not 1 <= options.steps_per_replay <= most:
         remedy = "choose fewer steps"
         raise UsageError("--steps-per-replay", options.steps_per_replay, f"1 to {most}", remedy)
     with timings.phase("digests"):
-        verify_files(folder, manifest)
+        others = [layout.weights_file(rank) for rank in range(1, manifest.spec.tp)]
+        verify_files(folder, manifest, unread=others if _all_ranks(manifest, options) else ())
     if not manifest.weights and options.random_weights is None:
         remedy = f"run `inkling-engine attach-weights {folder} CHECKPOINT`, or use --random-weights"
         raise UsageError(
             "engine folder", f"{folder}, programs only", "an engine with weights", remedy
         )
+    if manifest.spec.tp > 1:
+        _require_ranks(manifest, options)
     return manifest
 
 
-def _require_measuring(tp: int, options: LoadOptions) -> None:
-    """One rank of several runs alone, on drawn weights, to be measured; else IncompatibleError."""
-    if options.random_weights is None:
-        remedy = "build the engine with --tp 1, or measure one rank alone with --random-weights"
-        raise IncompatibleError("engine target", f"tp {tp}", "tp 1 in this version", remedy)
-    log.warning("rank 0 of %d runs alone, without the sums over ranks: its tokens mean nothing", tp)
+def _all_ranks(manifest: Manifest, options: LoadOptions) -> bool:
+    """Whether all ranks of several run: with weights that mean something."""
+    return manifest.spec.tp > 1 and options.random_weights is None
+
+
+def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:
+    """Raise unless all ranks can run here, or rank 0 alone, on drawn weights, to be measured."""
+    tp = manifest.spec.tp
+    if not _all_ranks(manifest, options):
+        log.warning(
+            "rank 0 of %d runs alone, without the sums over ranks: its tokens mean nothing", tp
+        )
+        return
+    if manifest.spec.device != "cpu" or options.programs:
+        what = "code of your own for its programs" if options.programs else "a GPU for each rank"
+        expected = "an engine for the CPU as it was built, or tp 1"
+        remedy = "build with --tp 1, or measure one rank alone with --random-weights"
+        raise IncompatibleError("engine target", f"tp {tp}, with {what}", expected, remedy)
+    if absent := sorted({*range(tp)} - {entry.rank for entry in manifest.weights}):
+        found = f"no weights of rank {', '.join(map(str, absent))}"
+        expected = f"those of ranks 0 to {tp - 1}"
+        raise UsageError("engine folder", found, expected, "build it without --rank-weights")
 
 
 def _require_memory(need: int, limit: float | None, device: str) -> None:

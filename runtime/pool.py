@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.kernels.state import allocate
+from inkling_engine.runtime.seat import POOL, Seat
 
 _GARBAGE: Final = 0x7F7F7F7F
 _LINES: Final = (
@@ -47,12 +48,18 @@ def host_view(tensor: Tensor) -> memoryview:
 
 
 class StatePool:
-    """The pools of one engine by name, in manifest order."""
+    """The pools of one rank by name, in manifest order; `seat` is its place among several."""
 
-    def __init__(self, manifest: Manifest, device: str = "cpu") -> None:
-        """Allocate and zero every pool; sizes must agree with the spec's."""
-        self.tensors = {entry.name: allocate(entry, device) for entry in manifest.pools}
+    def __init__(self, manifest: Manifest, device: str = "cpu", seat: Seat | None = None) -> None:
+        """Allocate and zero every pool that the seat does not have; sizes must agree with the spec's."""
+        self.seat, given = seat, seat.pools() if seat else {}
+        self.tensors = {
+            entry.name: given[entry.name] if entry.name in given else allocate(entry, device)
+            for entry in manifest.pools
+        }
         self._check(manifest)
+        if seat:
+            seat.take(self.tensors)
 
     def _check(self, manifest: Manifest) -> None:
         spec, sizes = manifest.spec, manifest.spec.pools
@@ -65,6 +72,18 @@ class StatePool:
         for name in _LINES:
             assert self.tensors[name].shape[0] == 1 + spec.max_running, f"{name}: wrong line count"
         assert self.tensors["results_int"].shape[0] == sizes.results
+
+    def close(self) -> None:
+        """Let go of the pools, and end the ranks that this one leads."""
+        self.tensors.clear()
+        if self.seat:
+            self.seat.close()
+
+    def replicated(self) -> dict[str, str]:
+        """SHA-256 by name of the pools that every rank has alike."""
+        own = ("kv_", "conv_kv_", "rank", "peers", POOL)
+        names = [name for name in self.tensors if not name.startswith(own)]
+        return {name: digest([self.tensors[name]]) for name in names}
 
     def _by_slot(self) -> dict[str, Tensor]:
         """What live and snapshot slots have alike, as [slots, ...] each."""

@@ -158,7 +158,7 @@ class SamplingParams(metaclass=_ClosedFields):
 
 def check_params(params: SamplingParams, spec: EngineSpec) -> None:
     """Check `params` against an engine's vocabulary and the widths of its request table."""
-    limits, vocab = spec.limits, spec.rank_vocab
+    limits, vocab = spec.limits, spec.shape.real_vocab
     lists = {"stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or {}}
     for name, ids in lists.items():
         if beyond := [token for token in ids if token >= vocab]:

@@ -3,7 +3,7 @@
 import torch
 
 from inkling_engine.kernels._case_rows import INERT, Row, Step
-from inkling_engine.kernels._cases import Case, normal
+from inkling_engine.kernels._cases import Case, Ranks, normal
 
 _STEPS = {
     "decode": Step(rows=(Row(1, 9), INERT, Row(3, 1), Row(2, 300)), bucket_tokens=4),
@@ -37,9 +37,10 @@ _STEPS = {
     ),
     "swapped": Step(rows=(Row(1, 4, 2, source=2), Row(2, 6, 5, source=1)), bucket_tokens=8),
 }
+ALONE = Ranks()
 
 
-def _case(name: str, step: Step, width: int, dtype: torch.dtype) -> Case:
+def _case(name: str, step: Step, width: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> Case:
     arguments = (
         normal(step.bucket_tokens, width, dtype=dtype),
         normal(step.bucket_tokens, width, dtype=dtype, seed=1),
@@ -52,21 +53,25 @@ def _case(name: str, step: Step, width: int, dtype: torch.dtype) -> Case:
         step.starts,
         step.lengths,
         *step.destinations,
-        torch.zeros(8, dtype=torch.int64),
-        torch.zeros(4, dtype=torch.int32),
-        1,
-        1e-6,
-        1,
+        *ranks.tensors,
+        *(1, 3, 7, 1e-6, ranks.world),
     )
     label = f"{name}-{width}-{str(dtype).removeprefix('torch.')}"
     return Case(label, arguments, tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype])
 
 
 def cases() -> list[Case]:
-    """Inert, short, resumed and snapshotting rows; rows that start from each other's slots."""
-    return [
+    """Inert, short, resumed and snapshotting rows; rows that start from each other's slots; a rank whose
+    peers are absent."""
+    alone = [
         _case(name, step, width, dtype)
         for name, step in _STEPS.items()
         for width in (192, 37)
         for dtype in (torch.float32, torch.bfloat16)
     ]
+    absent = [
+        _case(f"{name}-rank", _STEPS[name], 192, dtype, Ranks(4, 2))
+        for name in ("decode", "padded")
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    return alone + absent

@@ -1,5 +1,6 @@
 #pragma once
 #include "../native/conv.h"
+#include "../native/exchange.h"
 #include "../rmsnorm/native.h"
 
 namespace inkling {
@@ -8,14 +9,24 @@ inline std::tuple<Tensor, Tensor> boundary(const Tensor& x, const Tensor& residu
                                            const Tensor& norm_weight, Tensor conv_pool, const Tensor&,
                                            const Tensor& slots, const Tensor& sources, const Tensor& starts,
                                            const Tensor& lengths, const Tensor& destination_slots,
-                                           const Tensor& destination_offsets, const Tensor&, const Tensor&,
-                                           int64_t layer, double eps, int64_t) {
+                                           const Tensor& destination_offsets, const Tensor& peers, Tensor exchange,
+                                           const Tensor& step_counter, const Tensor& rank, int64_t layer,
+                                           int64_t call, int64_t calls, double eps, int64_t world) {
   int64_t tokens = x.size(0), width = x.size(1);
   Tensor hidden = make(x.scalar_type(), {tokens, width}), normed = make(x.scalar_type(), {tokens, width});
   StepRows rows(slots, sources, starts, lengths, destination_slots, destination_offsets);
   by_dtype(x, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    ShortConv<T> conv(data<T>(x), width, width, data<float>(conv_weight), conv_pool, layer, rows);
+    const T* input = data<T>(x);
+    std::vector<T> summed;
+    if (world > 1) {
+      Exchange ranks(peers, exchange, step_counter, rank, call, calls, world);
+      std::copy_n(input, tokens * width, ranks.part<T>(tokens * width));
+      summed.resize(tokens * width);
+      rank_sum(ranks.publish<T>(), tokens * width, summed.data());
+      input = summed.data();
+    }
+    ShortConv<T> conv(input, width, width, data<float>(conv_weight), conv_pool, layer, rows);
     const T *before = data<T>(residual), *weight = data<T>(norm_weight);
     T *sums = data<T>(hidden), *norms = data<T>(normed);
     std::vector<float> sum(width);

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""The boundary in one launch: programs of rows and programs of strips of tokens.
+"""The boundary in one launch, behind that of the sum over ranks if there are several.
 
-A program holds whole rows of H channels in registers. The first R programs each walk the first
-three tokens of a row, starting from its old inputs, and keep the conv state; the others walk a
-strip of consecutive tokens, each for the tokens that no row program took. A step with a row a
-token has row programs alone. The convolution is carried as three partial sums, so a strip reads
-its weights and every input once. Loads stand in the order in which their addresses are known, and
-taps are rearranged between threads last: that waits for all that was loaded before.
+There are programs of rows and programs of strips of tokens. A program holds whole rows of H channels
+in registers. The first R programs each walk the first three tokens of a row, starting from its old
+inputs, and keep the conv state; the others walk a strip of consecutive tokens, each for the tokens
+that no row program took. A step with a row a token has row programs alone. The convolution is carried
+as three partial sums, so a strip reads its weights and every input once. Loads stand in the order in
+which their addresses are known, and taps are rearranged between threads last: that waits for all that
+was loaded before.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from inkling_engine.kernels._conv_triton import (
     turns,
     wants_snapshots,
 )
+from inkling_engine.kernels._exchange import exchange_words
+from inkling_engine.kernels._exchange_triton import summed
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 
 
@@ -260,12 +263,18 @@ def boundary(
     destination_slots: Tensor,
     destination_offsets: Tensor,
     peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
     rank: Tensor,
     layer: int,
+    call: int,
+    calls: int,
     eps: float,
     world: int,
 ) -> tuple[Tensor, Tensor]:
     """Hidden state and its norm; see the package docstring."""
+    if world > 1:
+        x = summed(x, peers, exchange, step_counter, rank, call, calls, world)
     (tokens, width), rows, (pool_slots, ring) = x.shape, slots.shape[0], conv_pool.shape[1:3]
     config = configure(tokens, width)
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
@@ -287,12 +296,16 @@ def compile_cases() -> list[CompileCase]:
     """Decode, extend and verification of eight drafts of inkling-small, whose hidden rows every
     rank holds whole."""
     width, i32 = 4096, torch.int32
-    cases = []
+    i64, cases = {"dtype": torch.int64}, []
     sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
-    for tokens, rows, ring in (*((*size, 3) for size in sizes), *drafting):
+    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (4096, 8, 3, 8))
+    alone = [(*size, 3, 1) for size in sizes] + [(*size, 1) for size in drafting]
+    for tokens, rows, ring, world in (*alone, *worlds):
         cases += launches(
-            f"boundary-t{tokens}" + (f"-ring{ring}" if ring > 3 else ""),
+            f"boundary-t{tokens}"
+            + (f"-ring{ring}" if ring > 3 else "")
+            + (f"-tp{world}" if world > 1 else ""),
             boundary,
             meta(tokens, width),
             meta(tokens, width),
@@ -304,10 +317,10 @@ def compile_cases() -> list[CompileCase]:
             meta(rows + 1, dtype=i32),
             meta(rows, dtype=i32),
             *(meta(rows, 1 + tokens // 512, dtype=i32) for _ in range(2)),
-            meta(8, dtype=torch.int64),
+            meta(8, **i64),
+            meta(exchange_words(2 * tokens * width if world > 1 else 0), **i64),
+            meta(4, **i64),
             meta(4, dtype=i32),
-            3,
-            1e-6,
-            1,
+            *(3, 7, 86, 1e-6, world),
         )
     return cases

@@ -3,7 +3,7 @@
 import torch
 
 from inkling_engine.kernels._case_drafts import ROUNDS, VOCAB
-from inkling_engine.kernels._cases import Case, normal
+from inkling_engine.kernels._cases import Case, Ranks, normal
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
@@ -20,9 +20,8 @@ def _case(
         normal(VOCAB // ranks, width, dtype=dtype),
         *norms,
         *(meta.token_rows, meta.starts),
-        torch.zeros(8, dtype=torch.int64),
-        torch.tensor([1, 0, 0, 0], dtype=torch.int32),
-        *(depth, spec.drafts, 1e-6, ranks, backbone),
+        *Ranks(ranks, 1 if ranks > 1 else 0).tensors,
+        *(depth, spec.drafts, 3, 7, 1e-6, ranks, backbone),
     )
     kind = str(dtype).removeprefix("torch.")
     label = f"{name}-{depth}-{width}-{kind}" + ("" if backbone else "-plain")

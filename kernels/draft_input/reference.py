@@ -17,9 +17,13 @@ def draft_input(
     token_rows: Tensor,
     starts: Tensor,
     peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
     rank: Tensor,
     depth: int,
     drafts: int,
+    call: int,
+    calls: int,
     eps: float,
     world: int,
     backbone_norm: bool,
@@ -27,7 +31,8 @@ def draft_input(
     """Norm hidden states and tokens; see the package docstring."""
     live = int(starts[-1])
     token = ids[torch.arange(live) + token_rows[:live] * drafts + depth]
-    known = embedded(token, table, rank, world)
+    ranks = peers, exchange, step_counter, rank, call, calls, world
+    known = embedded(token, table, *ranks)
     if backbone_norm:
         known = rmsnorm(known, embed_norm, eps)
     z = hidden.new_zeros(len(hidden), 2 * hidden.shape[1])

@@ -1,4 +1,7 @@
-"""Input of a draft depth as one Triton program a row: two or three norms in registers."""
+"""Input of a draft depth as one Triton program a row: two or three norms in registers.
+
+Of several ranks a launch before exchanges the embeddings (`_exchange_triton.py`).
+"""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
 import torch
@@ -7,15 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
+from inkling_engine.kernels._exchange import exchange_words
+from inkling_engine.kernels._exchange_triton import embedded
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.rmsnorm.triton_kernel import normalised, row_config
 
 
 @triton.jit
 def draft_input_kernel(
-    hidden, ids, table, embed_norm, hidden_norm, token_norm, token_rows, starts, rank, z,
+    hidden, ids, table, embed_norm, hidden_norm, token_norm, token_rows, starts, z,
     depth, ROWS: tl.constexpr, IDS: tl.constexpr, VOCAB: tl.constexpr,
-    DRAFTS: tl.constexpr, EPS: tl.constexpr, WORLD: tl.constexpr, BACKBONE: tl.constexpr,
+    DRAFTS: tl.constexpr, EPS: tl.constexpr, GATHERED: tl.constexpr, BACKBONE: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column, i = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
@@ -28,9 +33,8 @@ def draft_input_kernel(
     values = tl.load(hidden + i * WIDTH + column, mask=mask & held, other=0.0).to(tl.float32)
     out = z + i * (2 * WIDTH) + column
     tl.store(out, normalised(values, gain, EPS, WIDTH), mask=mask)
-    if WORLD > 1:
-        token -= tl.load(rank) * VOCAB
-        held = held & (token >= 0) & (token < VOCAB)
+    if GATHERED:  # the table is that of the rows
+        token = i.to(tl.int32)
     token = tl.minimum(tl.maximum(token, 0), VOCAB - 1).to(tl.int64)
     known = tl.load(table + token * WIDTH + column, mask=mask & held, other=0.0).to(tl.float32)
     if BACKBONE:
@@ -51,9 +55,13 @@ def draft_input(
     token_rows: Tensor,
     starts: Tensor,
     peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
     rank: Tensor,
     depth: int,
     drafts: int,
+    call: int,
+    calls: int,
     eps: float,
     world: int,
     backbone_norm: bool,
@@ -62,10 +70,13 @@ def draft_input(
     count, width = hidden.shape
     z = hidden.new_empty(count, 2 * width)
     block, warps = row_config(width)
+    if world > 1:
+        rows, ranks = (token_rows, starts), (peers, exchange, step_counter, rank)
+        table = embedded(ids, rows, count, table, ranks, depth, drafts, call, calls, world)
     launchable(draft_input_kernel)[(count,)](
-        hidden, ids, table, embed_norm, hidden_norm, token_norm, token_rows, starts, rank, z,
+        hidden, ids, table, embed_norm, hidden_norm, token_norm, token_rows, starts, z,
         LAYER_UNIT.value * depth, ROWS=starts.shape[0] - 1, IDS=ids.shape[0], VOCAB=table.shape[0],
-        DRAFTS=drafts, EPS=eps, WORLD=world, BACKBONE=backbone_norm, WIDTH=width, BLOCK=block,
+        DRAFTS=drafts, EPS=eps, GATHERED=world > 1, BACKBONE=backbone_norm, WIDTH=width, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
     return z
@@ -73,12 +84,13 @@ def draft_input(
 
 def compile_cases() -> list[CompileCase]:
     """A verify step of inkling-small of 8 rows: the whole vocabulary, and a TP-8 shard."""
-    i32, cases = {"dtype": torch.int32}, []
+    i32, i64, cases = {"dtype": torch.int32}, {"dtype": torch.int64}, []
     for world in (1, 8):
         norms = [meta(4096) for _ in range(3)]
         cases += launches(
             f"draft_input-tp{world}", draft_input, meta(136, 4096), meta(200, **i32),
             meta(201024 // world, 4096), *norms, meta(136, **i32), meta(9, **i32),
-            meta(8, dtype=torch.int64), meta(4, **i32), 3, 8, 1e-6, world, True,
+            meta(8, **i64), meta(exchange_words(2 * 136 * 4096), **i64), meta(4, **i64),
+            meta(4, **i32), 3, 8, -3, 86, 1e-6, world, True,
         )  # fmt: skip
     return cases

@@ -2,7 +2,7 @@
 
 import torch
 
-from inkling_engine.kernels._cases import Case, normal
+from inkling_engine.kernels._cases import Case, Ranks, normal
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
@@ -16,9 +16,8 @@ def cases() -> list[Case]:
                 torch.tensor(tokens, dtype=torch.int32),
                 normal(40, width, dtype=dtype),
                 1 + normal(width, dtype=dtype, scale=0.1),
-                torch.zeros(8, dtype=torch.int64),
-                torch.tensor([rank, 0, 0, 0], dtype=torch.int32),
-                1e-6,
+                *Ranks(world, rank).tensors,
+                *(3, 7, 1e-6),
                 world,
             ),
             tolerance,

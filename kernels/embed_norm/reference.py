@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from inkling_engine.kernels._exchange import all_parts
 from inkling_engine.kernels.rmsnorm.reference import rmsnorm
 
 
@@ -10,19 +11,41 @@ def embed_norm(
     table: Tensor,
     weight: Tensor,
     peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
     rank: Tensor,
+    call: int,
+    calls: int,
     eps: float,
     world: int,
 ) -> Tensor:
     """Look `tokens` [T] up in `table` [V, H] and normalise; see the package docstring."""
-    return rmsnorm(embedded(tokens, table, rank, world), weight, eps)
+    ranks = peers, exchange, step_counter, rank, call, calls, world
+    return rmsnorm(embedded(tokens, table, *ranks), weight, eps)
 
 
-def embedded(tokens: Tensor, table: Tensor, rank: Tensor, world: int) -> Tensor:
-    """Rows [T, H] of `table` [V, H]; zeros for another rank's tokens."""
-    own = tokens.long()
+def embedded(
+    tokens: Tensor,
+    table: Tensor,
+    peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
+    rank: Tensor,
+    call: int,
+    calls: int,
+    world: int,
+) -> Tensor:
+    """Rows [T, H] of the table whose part of this rank is `table` [V, H]; zeros for tokens of a rank
+    that is absent."""
+    owners, own = tokens.long() // len(table), tokens.long() % len(table)
     if world == 1:
+        assert not owners.any(), "a token has no embedding"
         return table[own]
-    own = own - int(rank[0]) * len(table)
-    held = (own >= 0) & (own < len(table))
-    return table[own.where(held, 0)].where(held[:, None], 0)
+    held = (owners == int(rank[0]))[:, None]
+    part = table[own].where(held, 0)
+    rows = part.new_zeros(part.shape)
+    parts = all_parts(part, peers, exchange, step_counter, rank, call, calls, world)
+    for other, given in enumerate(parts):
+        if given is not None:
+            rows = given.where((owners == other)[:, None], rows)
+    return rows

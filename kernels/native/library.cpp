@@ -12,6 +12,7 @@
 #include "../draft_sample/native.h"
 #include "../embed_norm/native.h"
 #include "../experts/native.h"
+#include "../gather_logits/native.h"
 #include "../head/native.h"
 #include "../linear/native.h"
 #include "../moe/native.h"
@@ -35,6 +36,7 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("draft_sample", TORCH_BOX(&inkling::draft_sample));
   m.impl("embed_norm", TORCH_BOX(&inkling::embed_norm));
   m.impl("experts", TORCH_BOX(&inkling::experts));
+  m.impl("gather_logits", TORCH_BOX(&inkling::gather_logits));
   m.impl("head", TORCH_BOX(&inkling::head));
   m.impl("linear", TORCH_BOX(&inkling::linear));
   m.impl("moe", TORCH_BOX(&inkling::moe));

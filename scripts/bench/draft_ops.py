@@ -13,6 +13,7 @@ from bench.work import Case, Target, Work, kind_of
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels._cases import Ranks
 from inkling_engine.kernels.draft_commit import draft_commit
 from inkling_engine.kernels.draft_gather import draft_gather
 from inkling_engine.kernels.draft_input import draft_input
@@ -118,12 +119,11 @@ def input_work(rounds: Rounds) -> Work:
     """The third depth, with the backbone's norm."""
     target, meta, s = rounds.target, rounds.meta, rounds.target.shape
     packed, embedding = len(meta.token_rows), target.normal(s.vocab, s.hidden)
-    peers = torch.zeros(8, dtype=torch.int64, device=target.device)
-    rank = torch.zeros(4, dtype=torch.int32, device=target.device)
+    ranks = [tensor.to(target.device) for tensor in Ranks().tensors]
     norms = [target.near_one(s.hidden) for _ in range(3)]
     moved = 8 * packed * s.hidden
-    rows = meta.token_rows, meta.starts, peers, rank
-    sizes = 2, DRAFTS, s.eps, 1, True
+    rows = meta.token_rows, meta.starts, *ranks
+    sizes = 2, DRAFTS, 0, 1, s.eps, 1, True
     calls = [
         (target.normal(packed, s.hidden), meta.ids, embedding, *norms, *rows, *sizes)
         for _ in range(copies_for(moved))

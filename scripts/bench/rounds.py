@@ -17,6 +17,7 @@ from bench.timing import capture
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.compile.steps import draft_phase, target_phase
 from inkling_engine.kernels.step_metadata import StepMeta
 
@@ -67,11 +68,13 @@ def two_graphs(machine: RankStep, bucket: Bucket, rows: dict[str, Tensor]) -> Ca
     made: list[tuple[StepMeta, Tensor, Tensor]] = []
 
     def verify() -> None:
-        made[:] = [target_phase(spec, bucket, weights, pools, rows)]
+        made[:] = [target_phase(spec, bucket, weights, pools, rows, Calls(spec))]
 
-    first = capture([verify])
-    meta, hidden, _ = made[0]
-    second = capture([lambda: draft_phase(spec, bucket, weights, pools, meta, hidden)])
+    def draft() -> None:
+        meta, hidden, _ = made[0]
+        draft_phase(spec, bucket, weights, pools, meta, hidden, Calls(spec))
+
+    first, second = capture([verify]), capture([draft])
     results = pools["results_int"][0]
     mirror = torch.empty_like(results, device="cpu").pin_memory()
 

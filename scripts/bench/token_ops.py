@@ -14,7 +14,9 @@ from bench.work import Case, Target, Work, check_op, kind_of
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import ModelShape
+from inkling_engine.compile.models.inkling.block import exchange
 from inkling_engine.kernels import table
+from inkling_engine.kernels._cases import Ranks
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
@@ -103,13 +105,12 @@ def embed_norm_work(target: Target, rows: int) -> Work:
     """Rows of the embedding, each call for other tokens."""
     s, device = target.shape, target.device
     table_, weight = target.normal(s.vocab, s.hidden), target.near_one(s.hidden)
-    peers = torch.zeros(8, dtype=torch.int64, device=device)
-    rank = torch.zeros(4, dtype=torch.int32, device=device)
+    ranks = [tensor.to(device) for tensor in Ranks().tensors]
     moved = 4 * rows * s.hidden
     calls = [
         (
             torch.randint(s.vocab, (rows,), dtype=torch.int32, device=device),
-            *(table_, weight, peers, rank, s.eps, 1),
+            *(table_, weight, *ranks, 0, 1, s.eps, 1),
         )
         for _ in range(copies_for(moved))
     ]
@@ -177,8 +178,8 @@ def boundary_work(target: Target, rows: int) -> Work:
             setting.pools["conv_attn"],
             setting.meta.token_rows,
             *setting.row_state,
-            *(setting.pools["peers"], setting.pools["rank"]),
-            *(layer, s.eps, 1),
+            *exchange(setting.pools),
+            *(layer, 0, 1, s.eps, 1),
         )
         for layer in range(copies)
     ]

@@ -192,8 +192,8 @@ def test_an_engine_that_does_not_verify_never_appears(
     made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
     real = items.golden
 
-    def wrong(plan: Plan, staging: Path) -> bytes:
-        note: bytes = real(plan, staging)
+    def wrong(plan: Plan, staging: Path, work: Path) -> bytes:
+        note: bytes = real(plan, staging, work)
         path = staging / "golden" / "golden.json"
         path.write_bytes(path.read_bytes().replace(b'"logprobs":[-', b'"logprobs":[-1'))
         return note

@@ -86,11 +86,11 @@ def test_a_model_without_depths_says_so() -> None:
 
 
 def test_the_draft_vocabulary() -> None:
-    """All that is real, the first ids of it, or as much as a rank has; 0 without drafting."""
+    """All that is real or the first ids of it, however many ranks; 0 without drafting."""
     assert spec_of().draft_vocab == 0
     assert spec_of(spec_depth=1).draft_vocab == SHAPE.real_vocab
     assert spec_of(spec_depth=1, draft_vocab=64).draft_vocab == 64
-    assert spec_of(spec_depth=1, tp=2).draft_vocab == SHAPE.vocab // 2
+    assert spec_of(spec_depth=1, tp=2).draft_vocab == SHAPE.real_vocab
     assert make_plan(BuildOptions(model="inkling-tiny", spec_depth=4)).spec.draft_vocab == 2040
 
 
@@ -284,7 +284,7 @@ def test_the_workspace_has_room_for_the_draft_phase() -> None:
         for bucket in spec.buckets:
             samples = bucket.tokens if bucket.kind == "verify" else bucket.rows
             phase = bucket.tokens + bucket.rows * drafts
-            most = 4 * max(samples * spec.rank_vocab, phase * 2 * shape.hidden)
+            most = 4 * max(samples * shape.real_vocab, phase * 2 * shape.hidden)
             assert workspace(spec, bucket) >= most
 
 

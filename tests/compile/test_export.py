@@ -123,8 +123,11 @@ def test_attributes_come_from_the_shape_and_are_listed() -> None:
     assert ops[0] == "step_metadata(page_size=8, snapshot_grid=16, destinations=3, drafts=0)"
     assert f"head(scale={1 / SHAPE.mup}, vocab={SHAPE.real_vocab})" in ops
     boundaries = [op for op in ops if op.startswith("boundary")]
-    pairs = [f"boundary(layer={i}, eps=1e-06, world=1)" for i in range(SHAPE.layers)]
-    assert boundaries == [pair for pair in pairs for _ in range(2)]
+    calls = 2 + 2 * SHAPE.layers
+    assert boundaries == [
+        f"boundary(layer={i // 2}, call={1 + i}, calls={calls}, eps=1e-06, world=1)"
+        for i in range(2 * SHAPE.layers)
+    ]
 
 
 @pytest.mark.parametrize("grid", [8, 16, 64])
@@ -198,14 +201,18 @@ def test_one_rank_of_eight_of_a_published_model_exports() -> None:
     program, ops, inputs = exported(spec.buckets[0], spec)
     shapes = {entry.name: entry.shape for entry in (*inputs.weights, *inputs.pools)}
     assert shapes["embed"] == shapes["head"] == (25128, shape.hidden)
-    assert shapes["token_counts"] == (1 + spec.max_running, 25128) and spec.rank_vocab == 25128
+    assert shapes["token_counts"] == (1 + spec.max_running, shape.real_vocab)
     assert {a["heads"] for a in calls(program, "attention_decode")} == {
         kind.heads // 8 for kind in (shape.full, shape.local)
     }
     assert f"head(scale={1 / shape.mup}, vocab=25128)" in ops
+    total = 2 + 2 * shape.layers
+    made = [calls(program, op) for op in ("embed_norm", "boundary", "gather_logits")]
+    numbers = [(a["call"], a["calls"], a["world"]) for arguments in made for a in arguments]
+    assert numbers == [(call, total, 8) for call in range(total)]
     (output,) = program.graph_signature.user_outputs
     (node,) = (node for node in program.graph.nodes if node.name == output)
-    assert tuple(node.meta["val"].shape) == (2, 25128)
+    assert tuple(node.meta["val"].shape) == (2, shape.real_vocab)
 
 
 def _aten(weights: Tensors, pools: Tensors, run: Callable[[], Tensor]) -> Tensor:

@@ -228,6 +228,57 @@ def test_all_ranks_together_are_the_whole_model(config: Config, tp: int) -> None
             assert torch.equal(joined(shares, *cut), tensor), name
 
 
+def _gated(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    gate, up = (x @ w13.T).chunk(2, -1)
+    return (gate.sigmoid() * gate * up) @ w2.T
+
+
+def _mixed(x: Tensor, weights: dict[str, Tensor], scope: str, kind: LayerKind) -> Tensor:
+    """A stand-in for attention: each query head gives its query plus key times value of its group."""
+    sizes = [n * kind.head_dim for n in (kind.heads, kind.kv_heads, kind.kv_heads)]
+    q, k, v, _ = (x @ weights[f"{scope}qkvr"].T).tensor_split(torch.tensor(sizes).cumsum(0), -1)
+    kv = (k * v).view(len(x), kind.kv_heads, kind.head_dim)
+    heads = kv.repeat_interleave(kind.heads // kind.kv_heads, 1).flatten(1)
+    return (q + heads) @ weights[f"{scope}o"].T
+
+
+def _parts(x: Tensor, weights: dict[str, Tensor], shape: ModelShape) -> list[Tensor]:
+    """What the blocks' reductions are over: attention, dense MLPs, experts."""
+    names = [name for name in weights if name.endswith("w13")]
+    parts = [
+        _gated(x, w13, w2)
+        for name in names
+        for w13, w2 in (
+            zip(weights[name], weights[name.replace("w13", "w2")], strict=True)
+            if "experts" in name
+            else [(weights[name], weights[name.replace("w13", "w2")])]
+        )
+    ]
+    layers = range(shape.layers)
+    return parts + [_mixed(x, weights, f"layers.{i}.", shape.kind(i)) for i in layers]
+
+
+@EXAMPLES
+@given(config=configs(), tp=st.sampled_from([2, 4]), seed=st.integers(0, 99))
+def test_the_ranks_products_add_up_to_the_whole_models(config: Config, tp: int, seed: int) -> None:
+    """And the embedding's rows and the logits' columns lie one rank after another."""
+    generator = torch.Generator().manual_seed(seed)
+    disk = {n: torch.randn(s, generator=generator) for n, s in tensor_shapes(config).items()}
+    shape = from_config(config, {})
+    x = torch.randn(3, shape.hidden, generator=generator)
+    whole, *ranks = (
+        assemble_all(names.recipes(shape, "float32", "original", *split), disk)
+        for split in ((1, 0), *((tp, rank) for rank in range(tp)))
+    )
+    shares = [_parts(x, weights, shard.rank_shape(shape, tp)) for weights in ranks]
+    for expected, *given_parts in zip(_parts(x, whole, shape), *shares, strict=True):
+        found = torch.stack(given_parts).sum(0)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.cat([weights["embed"] for weights in ranks]), whole["embed"])
+    logits = torch.cat([x @ weights["head"].T for weights in ranks], -1)
+    assert torch.allclose(logits, x @ whole["head"].T, rtol=1e-5, atol=1e-5)
+
+
 @EXAMPLES
 @given(config=configs(), tp=st.sampled_from([2, 4]))
 def test_a_rank_has_the_block_shapes_of_its_own_model(config: Config, tp: int) -> None:
@@ -265,7 +316,7 @@ def test_impossible_splits_are_refused_with_every_reason(tp: int, reasons: list[
     assert shape is not None
     with pytest.raises(UsageError) as caught:
         names.recipes(shape, "bfloat16", "original", tp)
-    assert caught.value.field == "tp"
+    assert caught.value.field == "--tp"
     assert all(reason in str(caught.value) for reason in reasons)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import Plan, fingerprint, make_plan, plan_json, require_buildable
 from inkling_engine.compile.pools import entry_bytes, pool_entries
 from inkling_engine.compile.report import LABELS
+from inkling_engine.kernels._exchange import HEADER
 
 WITHOUT_TORCH = """
 import sys
@@ -161,7 +163,7 @@ def test_ranks_whose_weights_are_converted() -> None:
 
 
 def test_a_model_that_cannot_be_split_so_is_refused() -> None:
-    with pytest.raises(UsageError, match="tp"):
+    with pytest.raises(UsageError, match="--tp: found 3 .*8 kv heads.* use --tp 1 or 2 or 4 or 8"):
         plan_of(tp=3)
 
 
@@ -223,10 +225,39 @@ def test_large_files_are_sampled_over_their_whole_length(
     assert len(found) == 3
 
 
-def test_what_can_be_planned_but_not_built_is_refused_by_name() -> None:
-    plan = plan_of("inkling-tiny", device="cpu", tp=2)
-    with pytest.raises(UsageError, match="--tp: .*--dry-run"):
+def test_several_ranks_are_built_for_a_cpu_with_all_or_some_weights() -> None:
+    for ranks, whole in ((None, True), ("all", True), ("0,1", True), ("1", False)):
+        plan = plan_of("inkling-tiny", device="cpu", tp=2, rank_weights=ranks)
         require_buildable(plan)
+        assert plan.whole == whole
+    assert not plan_of(tp=2).whole
+    assert plan_of("inkling-tiny", device="cpu").whole
+
+
+def test_the_exchange_holds_the_largest_part_of_a_rank() -> None:
+    """Twice: rows of the widest step or draft phase, or a rank's logits of a sample a token."""
+    given: dict[str, Any] = {"decode_buckets": "8", "extend_buckets": "64x4"}
+    tiny, hidden, columns = partial(plan_of, "inkling-tiny", device="cpu", **given), 192, 2048 // 4
+    assert plan_of("inkling-tiny", device="cpu").bill.exchange == 8 * HEADER
+    halves: dict[tuple[tuple[str, Any], ...], int] = {
+        (("tp", 4),): 64 * hidden * 4,
+        (("tp", 4), ("dtype", "bf16")): 64 * hidden * 2,
+        (("tp", 4), ("spec_depth", 3)): max((64 + 4 * 3) * hidden, 8 * 4 * columns) * 4,
+    }
+    for options, half in halves.items():
+        bill = tiny(**dict(options)).bill
+        assert 0 <= bill.exchange - 8 * HEADER - 2 * half < 2 * 256
+
+
+def test_a_rank_of_many_needs_less() -> None:
+    """What is split is less, what every rank has is not."""
+    one, two, four = (plan_of("inkling-tiny", device="cpu", tp=tp).bill for tp in (1, 2, 4))
+    for bill, tp in ((two, 2), (four, 4)):
+        assert one.text_decoder / tp < bill.text_decoder < one.text_decoder
+        assert bill.table_per_request == one.table_per_request
+        assert bill.exchange > one.exchange
+    assert two.kv_full_per_token == four.kv_full_per_token == one.kv_full_per_token // 2
+    assert four.kv_window_per_request * 4 == two.kv_window_per_request * 2
 
 
 def test_specs_of_plans_are_stable_values() -> None:

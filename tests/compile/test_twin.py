@@ -87,13 +87,21 @@ def test_native_ops_pass_with_drafting(drafts: int, dtype: str) -> None:
         check(bucket, spec=spec)
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_one_rank_of_several_passes(tp: int) -> None:
-    """Its reference too leaves the sums out; prompts hold tokens of every rank."""
-    spec = spec_of(tp=tp)
-    assert spec.rank_vocab == SHAPE.vocab // tp < SHAPE.real_vocab
+def test_one_rank_of_several_passes(tp: int, drafts: int) -> None:
+    """Without the others; prompts hold tokens of every rank."""
+    spec = spec_of(tp=tp, spec_depth=drafts)
     for bucket in spec.buckets[1:]:
         check(bucket, spec=spec)
+
+
+def test_faults_of_one_rank_of_several_are_found() -> None:
+    """The columns of the absent ranks, far below all others, must not hide them."""
+    spec = spec_of(tp=2)
+    for after in (_wrong_logit, _late_window, _lost_length, _other_token):
+        with pytest.raises(FailedError):
+            check(spec.buckets[-1], after, spec)
 
 
 def test_a_context_shorter_than_a_bucket_passes() -> None:
@@ -328,17 +336,18 @@ def test_a_script_fills_a_bucket_within_every_limit(rows: int, tokens: int) -> N
 
 @pytest.mark.parametrize("name", ["inkling-small", "inkling"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("drafts", [0, 8])
+@pytest.mark.parametrize(("drafts", "tp"), [(0, 1), (8, 1), (8, 8)])
 def test_a_reduced_model_is_small_and_the_same_in_all_but_widths(
-    name: str, device: str, drafts: int
+    name: str, device: str, drafts: int, tp: int
 ) -> None:
     shape = preset(name)
     assert shape is not None
-    spec = make_spec(BuildOptions(model=name, spec_depth=drafts), name, shape, device)
+    options = BuildOptions(model=name, spec_depth=drafts, tp=tp, max_running=16)
+    spec = make_spec(options, name, shape, device)
     assert not is_small(spec, step_weights(spec))
     small = reduced(spec)
     assert is_small(small, step_weights(small))
-    assert small.buckets == spec.buckets
+    assert (small.buckets, small.tp) == (spec.buckets, tp)
     assert (small.dtype, small.page_size, small.snapshot_grid) == (
         spec.dtype,
         spec.page_size,
@@ -350,13 +359,13 @@ def test_a_reduced_model_is_small_and_the_same_in_all_but_widths(
     assert small.spec_depth == drafts and small.draft_vocab <= small.shape.real_vocab
 
 
-@pytest.mark.parametrize("drafts", [0, 8])
-def test_the_reduced_step_of_a_published_model_passes(drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "tp"), [(0, 1), (8, 1), (8, 8)])
+def test_the_reduced_step_of_a_published_model_passes(drafts: int, tp: int) -> None:
     shape = preset("inkling-small")
     assert shape is not None
     sizes: dict[str, Any] = {"decode_buckets": "4", "extend_buckets": "16x4", "max_running": 4}
     small = reduced(
-        make_spec(BuildOptions(model="s", spec_depth=drafts, **sizes), "s", shape, "cpu")
+        make_spec(BuildOptions(model="s", spec_depth=drafts, tp=tp, **sizes), "s", shape, "cpu")
     )
     for bucket in small.buckets:
         check(bucket, spec=small)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._cases import Ranks, normal
 from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.head import head
@@ -65,7 +65,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @DTYPES
 def test_embed_norm(dtype: torch.dtype) -> None:
     embeddings, weight = normal(TOKENS, 192, dtype=dtype), normal(192, dtype=dtype)
-    rest = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int32), 1e-6, 1
+    rest = *Ranks().tensors, 0, 1, 1e-6, 1
     assert_batch_invariant(lambda some: embed_norm(some.int(), embeddings, weight, *rest))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inkling_engine.kernels._case_rows import INERT, Row, Step
-from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._cases import Ranks, normal
 from inkling_engine.kernels._conv import Rows, short_conv, window
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
@@ -28,7 +28,6 @@ HEADS, KV_HEADS, DIM, REL = 4, 2, 16, 4
 KV = 2 * KV_HEADS * DIM
 WIDTH = HEADS * DIM + KV + HEADS * REL
 GRID = 8
-PEERS, RANK = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
 
 
 def plain_conv(x: Tensor, weight: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def run_boundary(layer: Layer, rows: list[Row], x: Tensor) -> tuple[Tensor, Tens
     weight = normal(width, 4, scale=0.5)
     norm = torch.ones(width, dtype=x.dtype)
     common = (step.token_rows, step.slots, step.sources, step.starts, step.lengths)
-    tail = (*step.destinations, PEERS, RANK, 0, 1e-6, 1)
+    tail = (*step.destinations, *Ranks().tensors, 0, 0, 1, 1e-6, 1)
     result = boundary(x, torch.zeros_like(x), weight, norm, layer.rings, *common, *tail)
     return result[0], result[1]
 

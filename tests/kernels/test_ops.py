@@ -24,7 +24,14 @@ OP_CASES: dict[str, list[Case]] = {op.name: op.cases.cases() for op in OPS}
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in OP_CASES[op.name]
 ]
-NO_ACTIVATIONS = {"step_metadata", "sample", "commit", "draft_metadata", "draft_sample"}
+NO_ACTIVATIONS = {
+    "step_metadata",
+    "gather_logits",
+    "sample",
+    "commit",
+    "draft_metadata",
+    "draft_sample",
+}
 OPS_BY_NAME = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 

@@ -75,5 +75,5 @@ def test_a_running_engine_needs_no_ops_and_no_compiler() -> None:
         "open_engine(build_spec()).generate([5])"
     )
     kernels = {name for name in loaded if name.startswith("inkling_engine.kernels")}
-    allowed = ("", "._op", ".native", ".state", ".table")
+    allowed = ("", "._exchange", "._op", ".native", ".state", ".table")
     assert kernels <= {f"inkling_engine.kernels{name}" for name in allowed}

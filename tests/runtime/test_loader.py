@@ -123,8 +123,8 @@ def test_one_rank_of_several_opens_to_be_measured(
     with Engine.load(folder, programs=FakeStep, random_weights=3) as engine:
         assert "rank 0 of 2 runs alone" in caplog.text
         assert len(engine.generate([30], GREEDY)[0].choices[0].token_ids) == 5
-        bias = SamplingParams(logit_bias={spec.rank_vocab: 1.0})
-        with pytest.raises(UsageError, match=f"logit_bias.*below {spec.rank_vocab}"):
+        bias = SamplingParams(logit_bias={spec.shape.real_vocab: 1.0})
+        with pytest.raises(UsageError, match=f"logit_bias.*below {spec.shape.real_vocab}"):
             engine.generate([30], bias)
 
 

@@ -26,6 +26,7 @@ from inkling_engine.compile import steps
 from inkling_engine.compile.driver import Machine
 from inkling_engine.compile.models.inkling import drafts
 from inkling_engine.compile.models.inkling.block import Blocks
+from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels import table
 from inkling_engine.kernels.draft_metadata import DraftMeta
 from inkling_engine.kernels.step_metadata import StepMeta
@@ -151,10 +152,10 @@ def stale_rows(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(
         spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, meta: StepMeta,
-        hidden: Tensor,
+        hidden: Tensor, calls: Calls,
     ) -> None:  # fmt: skip
         old = {name: pools[name].clone() for name in DRAFT_KV}
-        right(spec, bucket, weights, pools, meta, hidden)
+        right(spec, bucket, weights, pools, meta, hidden, calls)
         for slot, length in zip(meta.slots.tolist(), meta.lengths.tolist(), strict=True):
             for q in range(max(spec.spec_depth, length), length + spec.spec_depth if length else 0):
                 for name, kept in old.items():

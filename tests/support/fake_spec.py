@@ -32,6 +32,7 @@ from inkling_engine.artifacts.spec import (
 )
 from inkling_engine.compile.models import inkling
 from inkling_engine.kernels import table
+from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.runtime.tokens import Tokenizer
 
 TINY = Path(inkling.__path__[0]) / "tiny" / "tokenizer.json"
@@ -78,8 +79,9 @@ def build_spec(
     results: int = 2,
     snapshots: int = 0,
     drafts: int = 0,
+    tp: int = 1,
 ) -> EngineSpec:
-    """A spec of `running` slots with decode buckets of these rows (verify ones with `drafts`), extend
+    """A spec of `running` slots and `tp` ranks with decode buckets of these rows (verify ones with `drafts`), extend
     ones of (tokens, rows)."""
     kind: StepKind = "verify" if drafts else "decode"
     width = 1 + drafts
@@ -88,7 +90,7 @@ def build_spec(
     return EngineSpec(
         model="fake",
         shape=_shape(),
-        tp=1,
+        tp=tp,
         device="cpu",
         arch="native",
         dtype="float32",
@@ -143,9 +145,13 @@ def _pools(spec: EngineSpec) -> tuple[TensorEntry, ...]:
             "kv_draft_window": floats["kv_window"],
             "draft_hidden": (sizes.slots, spec.spec_depth, 1),
         }
+    longs = {"peers": (8,), "exchange": (exchange_words(0),)} if spec.tp > 1 else {}
+    if spec.tp > 1:
+        ints["rank"] = (4,)
     return (
         *(TensorEntry(name=name, dtype="int32", shape=shape) for name, shape in ints.items()),
         *(TensorEntry(name=name, dtype="float32", shape=shape) for name, shape in floats.items()),
+        *(TensorEntry(name=name, dtype="int64", shape=shape) for name, shape in longs.items()),
     )
 
 

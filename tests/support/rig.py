@@ -27,7 +27,12 @@ from inkling_engine.kernels._op import use_references
 Tensors = Mapping[str, Tensor]
 StepCode = Callable[[EngineSpec, Bucket, Tensors, Tensors, Tensors], Tensor]
 WINDOWS = ("conv_kv_full", "conv_kv_window", "conv_attn", "conv_mlp")
-STEADY = ("step_counter", "rank", "peers")  # never garbage: the step reads them as they are
+STEADY = (
+    "step_counter",
+    "rank",
+    "peers",
+    "exchange",
+)  # never garbage: the step reads them as they are
 GARBAGE, SEED = 0x7F7F7F7F, 7
 
 

@@ -14,11 +14,13 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import LayerKind, ModelShape
+from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.experts import experts
+from inkling_engine.kernels.gather_logits import gather_logits
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.router import router
@@ -70,10 +72,26 @@ class Place(NamedTuple):
     number_in_kind: int
 
 
+def exchange(pools: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Where ranks meet, in the order of the ops' arguments (`kernels/_exchange.py`)."""
+    return pools["peers"], pools["exchange"], pools["step_counter"], pools["rank"]
+
+
+def whole(
+    logits_SC: Tensor, pools: Mapping[str, Tensor], calls: Calls, world: int, vocab: int
+) -> Tensor:
+    """Logits [S, `vocab`] out of all ranks' columns."""
+    ranks, numbers = exchange(pools), calls.take()
+    if world == 1:
+        return logits_SC
+    logits_SV: Tensor = gather_logits(logits_SC, *ranks, *numbers, world, vocab)
+    return logits_SV
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """What the blocks of one pass share; `world` ranks, `log_floor` 0 turns log scaling off. Without
-    `attention` every row has at most one token."""
+    """What the blocks of one pass share; `world` ranks, whose collectives `calls` numbers; `log_floor` 0
+    turns log scaling off. Without `attention` every row has at most one token."""
 
     shape: ModelShape
     weights: Mapping[str, Tensor]
@@ -82,6 +100,7 @@ class Blocks:
     attention: Attention | None
     log_floor: int
     world: int
+    calls: Calls
 
     def run(
         self, h_TH: Tensor, x_TH: Tensor, place: Place, following: str, *, dense: bool
@@ -151,9 +170,9 @@ class Blocks:
             self.pools[f"conv_{place.family}{stream}"],
             self.rows.token_rows,
             *self._windows(),
-            self.pools["peers"],
-            self.pools["rank"],
+            *exchange(self.pools),
             place.number,
+            *self.calls.take(),
             self.shape.eps,
             self.world,
         )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import EngineSpec
-from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place
+from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange, whole
+from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.draft_input import draft_input
 from inkling_engine.kernels.draft_metadata import DraftMeta
@@ -25,30 +26,32 @@ from inkling_engine.kernels.rmsnorm import rmsnorm
 
 @dataclass(frozen=True)
 class DraftDecoder:
-    """One rank's draft depths: weights and pools by name, the phase's metadata."""
+    """One rank's draft depths: weights and pools by name, the phase's metadata, the numbers of the
+    collectives."""
 
     spec: EngineSpec
     weights: Mapping[str, Tensor]
     pools: Mapping[str, Tensor]
     meta: DraftMeta
+    calls: Calls
 
     def logits(self, hidden_TH: Tensor) -> Iterator[Tensor]:
         """Logits [R, V] float32 of each depth in turn, from the target's hidden rows; a depth reads
         the draft that was chosen from the logits before it."""
         spec, w, meta = self.spec, self.weights, self.meta
         attention = Attention(attention_extend, meta.kv_lengths, spec.spec_depth)
-        blocks = Blocks(spec.shape, w, self.pools, meta, attention, 0, spec.tp)
+        blocks = Blocks(spec.shape, w, self.pools, meta, attention, 0, spec.tp, self.calls)
         for depth in range(spec.spec_depth):
             hidden_TH = self._depth(blocks, hidden_TH, depth)
-            logits_RV: Tensor = head(
+            logits_RC: Tensor = head(
                 hidden_TH,
                 w["head"],
                 meta.frontier_rows,
                 meta.emits,
                 1.0 / spec.shape.mup,
-                spec.draft_vocab,
+                min(spec.draft_vocab, w["head"].shape[0]),
             )
-            yield logits_RV
+            yield whole(logits_RC, self.pools, self.calls, spec.tp, spec.draft_vocab)
 
     def _depth(self, blocks: Blocks, hidden_TH: Tensor, depth: int) -> Tensor:
         w, shape, scope = self.weights, self.spec.shape, f"drafts.{depth}."
@@ -72,10 +75,10 @@ class DraftDecoder:
             w[f"{scope}embed_norm"],
             meta.token_rows,
             meta.starts,
-            self.pools["peers"],
-            self.pools["rank"],
+            *exchange(self.pools),
             depth,
             spec.spec_depth,
+            *self.calls.take(),
             spec.shape.eps,
             spec.tp,
             spec.draft_embed_norm,

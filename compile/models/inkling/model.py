@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, ModelShape
-from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place
+from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange, whole
+from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.embed_norm import embed_norm
@@ -23,26 +24,28 @@ from inkling_engine.kernels.step_metadata import StepMeta
 
 @dataclass(frozen=True)
 class Decoder:
-    """One rank's decoder: weights and pools by name, the step's metadata, `world` ranks."""
+    """One rank's decoder: weights and pools by name, the step's metadata, `world` ranks and the numbers
+    of their collectives."""
 
     shape: ModelShape
     weights: Mapping[str, Tensor]
     pools: Mapping[str, Tensor]
     meta: StepMeta
     world: int
+    calls: Calls
 
     def hidden(self, bucket: Bucket) -> Tensor:
         """The tokens' hidden rows [T, H] after the final norm."""
         w, s, meta = self.weights, self.shape, self.meta
-        peers, rank = self.pools["peers"], self.pools["rank"]
-        h_TH = embed_norm(meta.tokens, w["embed"], w["embed_norm"], peers, rank, s.eps, self.world)
+        table, norm, ranks = w["embed"], w["embed_norm"], exchange(self.pools)
+        h_TH = embed_norm(meta.tokens, table, norm, *ranks, *self.calls.take(), s.eps, self.world)
         x_TH: Tensor = rmsnorm(h_TH, w["layers.0.attn_norm"], s.eps)
         attention = {
             "decode": None,
             "extend": Attention(attention_extend, meta.lengths, 0),
             "verify": Attention(attention_verify, meta.lengths, 1 + bucket.drafts),
         }[bucket.kind]
-        blocks = Blocks(s, w, self.pools, meta, attention, s.log_floor, self.world)
+        blocks = Blocks(s, w, self.pools, meta, attention, s.log_floor, self.world, self.calls)
         for i in range(s.layers):
             place = Place(f"layers.{i}.", s.kind(i), "", i, s.index_in_kind(i))
             following = f"layers.{i + 1}.attn_norm" if i + 1 < s.layers else "norm"
@@ -50,8 +53,8 @@ class Decoder:
         return x_TH
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """Logits [S, V] float32 after each sampled token; V: `EngineSpec.rank_vocab`."""
+        """Logits [S, V] float32 after each sampled token, V the real vocabulary; the same on all ranks."""
         w, s, meta = self.weights, self.shape, self.meta
         vocab = min(s.real_vocab, w["head"].shape[0])
         logits_SV: Tensor = head(x_TH, w["head"], meta.sample_rows, meta.emits, 1.0 / s.mup, vocab)
-        return logits_SV
+        return whole(logits_SV, self.pools, self.calls, self.world, s.real_vocab)

@@ -54,7 +54,7 @@ def rank_shape(shape: ModelShape, tp: int) -> ModelShape:
 def check_tp(shape: ModelShape, tp: int) -> None:
     """Raise UsageError naming every reason why the model cannot be split `tp` ways."""
     if tp < 1:
-        raise UsageError("tp", tp, "at least 1", "use --tp 1")
+        raise UsageError("--tp", tp, "at least 1", "use --tp 1")
     reasons = [
         f"{count} {what} do not divide by {tp}"
         for what, count in _divided(shape).items()
@@ -65,7 +65,7 @@ def check_tp(shape: ModelShape, tp: int) -> None:
             reasons.append(f"{kind.kv_heads} kv heads of {what} layers neither divide nor repeat")
     if reasons:
         raise UsageError(
-            "tp", f"{tp} ({'; '.join(reasons)})", "a split of every tensor", _fitting(shape)
+            "--tp", f"{tp} ({'; '.join(reasons)})", "a split of every tensor", _fitting(shape)
         )
 
 
@@ -84,7 +84,7 @@ def _fitting(shape: ModelShape) -> str:
     kinds = (shape.full, shape.local)
     fitting = [
         str(tp)
-        for tp in (1, 2, 4, 8, 16, 32, 64)
+        for tp in (1, 2, 4, 8)
         if not any(count % tp for count in _divided(shape).values())
         and not any(kind.kv_heads % tp and tp % kind.kv_heads for kind in kinds)
     ]

@@ -1,0 +1,27 @@
+"""Logits of the whole vocabulary; see the package docstring."""
+
+from torch import Tensor
+
+from inkling_engine.kernels._exchange import ABSENT_LOGIT, all_parts
+
+
+def gather_logits(
+    logits: Tensor,
+    peers: Tensor,
+    exchange: Tensor,
+    step_counter: Tensor,
+    rank: Tensor,
+    call: int,
+    calls: int,
+    world: int,
+    vocab: int,
+) -> Tensor:
+    """Gather the ranks' columns; see the package docstring."""
+    rows, columns = logits.shape
+    assert vocab <= world * columns
+    whole = logits.new_full((rows, world * columns), ABSENT_LOGIT)
+    parts = all_parts(logits, peers, exchange, step_counter, rank, call, calls, world)
+    for other, part in enumerate(parts):
+        if part is not None:
+            whole[:, other * columns : (other + 1) * columns] = part
+    return whole[:, :vocab].contiguous()

@@ -1,0 +1,115 @@
+"""What rank 0 and the other ranks' processes say to each other, one message at a time.
+
+Messages travel over a socket pair, whose end tells either side that the other one is gone.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from inkling_engine.runtime import errors
+from inkling_engine.runtime.errors import FailedError, UserError
+
+REMEDY = "load the engine again; a batch job that is run again goes on where it stopped"
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: who you are, of how many, how large the exchange blocks are, and what to load."""
+
+    rank: int
+    world: int
+    words: int
+    folder: str
+    steps_per_replay: int
+
+
+class Proceed(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: native code may be opened."""
+
+
+class Replay(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: replay `steps` steps of `program`. `step` is the first one's number, `rows` the row
+    buffer if it has changed since its last sending, `digest` that of the buffer as it now is."""
+
+    program: str
+    steps: int
+    step: int
+    rows: bytes
+    digest: int
+
+
+class Digest(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: tell the digests of your replicated pools, once all replays have ended."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """A rank: loaded, waiting for replays."""
+
+
+class Digests(msgspec.Struct, tag=True, frozen=True):
+    """A rank: SHA-256 by pool."""
+
+    digests: dict[str, str]
+
+
+class Left(msgspec.Struct, tag=True, frozen=True):
+    """A rank, last: it ends because it waited for rank `missing` in vain."""
+
+    missing: int
+
+
+class Failure(msgspec.Struct, tag=True, frozen=True):
+    """A rank, last: what it ended of, as the four parts of a UserError of class `kind`."""
+
+    kind: str
+    field: str
+    found: str
+    expected: str
+    remedy: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Rank `rank` ends because of `error`."""
+        if isinstance(error, UserError):
+            kind, field = type(error).__name__, f"rank {rank}: {error.field}"
+            return cls(kind, field, str(error.found), error.expected, error.remedy)
+        found = f"{type(error).__name__} ({error})"
+        return cls("FailedError", f"rank {rank}", found, "a rank that goes on", REMEDY)
+
+    def error(self) -> UserError:
+        """The same as an exception."""
+        kind = getattr(errors, self.kind, FailedError)
+        assert issubclass(kind, UserError)
+        return kind(self.field, self.found, self.expected, self.remedy)
+
+
+Command = Start | Proceed | Replay | Digest
+Answer = Ready | Digests | Left | Failure
+
+
+class Commands:
+    """A rank's end: takes commands, gives answers."""
+
+    def __init__(self, handle: int) -> None:
+        """Speak over the socket `handle`."""
+        self._connection = Connection(handle)
+
+    def next(self) -> Command:
+        """The next command; EOFError when rank 0 is gone."""
+        try:
+            return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Command)
+        except ConnectionError:
+            raise EOFError from None
+
+    def answer(self, answer: Answer) -> None:
+        """Say something to rank 0, if it is there."""
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode(answer))
+        except OSError:
+            raise EOFError from None
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._connection.fileno()

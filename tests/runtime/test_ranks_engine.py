@@ -1,0 +1,164 @@
+"""The trained model on four ranks, compiled: tokens of one rank, ranks that agree, a job that goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.batch_rig import line, read_lines, write_lines
+from support.compiler import INKLING_ENGINE, inkling_engine, refused
+from support.leftovers import gone
+from support.prompts import python_prompts
+
+from inkling_engine.artifacts import layout
+from inkling_engine.artifacts.store import open_manifest
+from inkling_engine.runtime import debug
+from inkling_engine.runtime.binding import total_bytes
+from inkling_engine.runtime.engine import Engine
+from inkling_engine.runtime.errors import CorruptError, DoesNotFitError, FailedError
+from inkling_engine.runtime.plan import Plan
+from inkling_engine.runtime.ranks import Ranks
+from inkling_engine.runtime.requests import Completion
+from inkling_engine.runtime.sampling import SamplingParams
+
+pytestmark = pytest.mark.multi
+PROMPTS = python_prompts((70, 1, 33, 300, 64))
+PARAMS = [
+    SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True, logprobs=2, seed=at)
+    for at, heat in enumerate((0.0, 0.0, 0.8, 0.0, 1.0))
+]
+
+
+def ranks_of(engine: Engine) -> list[int]:
+    """The processes of the other ranks."""
+    assert isinstance(engine.pool.seat, Ranks)
+    return [process.pid for process in engine.pool.seat.processes.values()]
+
+
+def tokens(done: list[Completion]) -> list[tuple[int, ...]]:
+    """What was generated."""
+    return [tuple(one.choices[0].token_ids) for one in done]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_engine: Path) -> list[Completion]:
+    """What one rank answers."""
+    with Engine.load(tiny_engine) as engine:
+        return engine.generate(PROMPTS, PARAMS)
+
+
+def test_four_ranks_give_what_one_gives_and_agree_after_every_step(
+    ranks_engine: Path, expected: list[Completion]
+) -> None:
+    with Engine.load(ranks_engine) as engine:
+
+        def observe(plan: Plan, began: float, ended: float, tokens: int) -> None:
+            own, *others = debug.rank_digests(engine)
+            for rank, other in enumerate(others, start=1):
+                differ = {name for name in own if own[name] != other[name]}
+                assert not differ, f"rank {rank}: {differ}"
+            assert len(others) == 3
+
+        engine.observers.append(observe)
+        done = engine.generate(PROMPTS, PARAMS)
+        assert tokens(done) == tokens(expected)
+        for one, other in zip(done, expected, strict=True):
+            found, wanted = (choice.choices[0].logprobs or () for choice in (one, other))
+            for a, b in zip(found, wanted, strict=True):
+                assert abs(a.logprob - b.logprob) < 1e-4
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == tokens(expected)  # behind prefix hits
+        assert engine.scheduler.cached_tokens and engine.drafts.accepted
+        debug.check(engine)
+        left = ranks_of(engine)
+    assert all(gone(pid) for pid in left)
+
+
+def test_several_steps_in_one_replay(ranks_engine: Path, expected: list[Completion]) -> None:
+    with Engine.load(ranks_engine, steps_per_replay=8) as engine:
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == tokens(expected)
+        own, *others = debug.rank_digests(engine)
+        assert others == [own] * 3
+
+
+def test_a_rank_that_dies_inside_a_step_is_named(ranks_engine: Path) -> None:
+    """Rank 0 waits for it in native code, which runs under the interpreter's lock."""
+    with Engine.load(ranks_engine) as engine:
+        left = ranks_of(engine)
+        requests = [engine.submit(PROMPTS[0], PARAMS[0]) for _ in range(2000)]
+        threading.Timer(0.5, os.kill, (left[1], signal.SIGSEGV)).start()
+        with pytest.raises(FailedError, match="rank 2: found killed by SIGSEGV"):
+            while not all(request.finished for request in requests):
+                engine.step()
+        assert all(gone(pid) for pid in left)
+
+
+def test_a_job_whose_rank_was_killed_goes_on(ranks_engine: Path, tmp_path: Path) -> None:
+    lines = [line(f"id-{at}", prompt=f"def f{at}(a):", max_tokens=20) for at in range(120)]
+    source = write_lines(tmp_path / "in", lines)
+    command = [*INKLING_ENGINE, "batch", str(ranks_engine), "--input", str(source), "--output"]
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
+    output, part = tmp_path / "out", tmp_path / "out.part"
+    with subprocess.Popen([*command, output], stderr=subprocess.PIPE, text=True) as job:
+        while not part.exists() or part.stat().st_size < 1000:
+            assert job.poll() is None, "the job ended before its rank could be killed"
+            time.sleep(0.001)
+        left = children(job.pid)
+        os.kill(left[1], signal.SIGKILL)
+        _, said = job.communicate(timeout=10)
+        assert job.returncode == 1 and len(left) == 3 and all(gone(pid) for pid in left)
+        assert "found killed by SIGKILL; expected a rank that goes on" in said
+    written = part.read_bytes().count(b"\n")
+    assert 0 < written < 120
+    done = subprocess.run([*command, output], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert output.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert len(read_lines(output)) == 120
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def test_the_commands_run_all_ranks(ranks_engine: Path) -> None:
+    arguments = ("generate", ranks_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
+    assert inkling_engine(*arguments).returncode == 0
+    done = inkling_engine("bench", ranks_engine, "--tokens", 8, "--repeat", 1, "--accept", 2)
+    assert done.returncode == 0 and "ranks" in done.stdout, done.stderr
+    facts = msgspec.json.decode(inkling_engine("inspect", ranks_engine, "--json").stdout)
+    sizes = [rank["weights"] for rank in facts["ranks"]]
+    assert len(sizes) == 4 and sum(sizes) == facts["bytes"]["weights"]
+    alone = inkling_engine("verify", ranks_engine, "--random-weights", 3)
+    assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("spoil", [_flip, Path.unlink])
+def test_bad_weights_of_another_rank_are_refused(
+    ranks_engine: Path, tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    copy = tmp_path / "engine"
+    subprocess.run(["cp", "-r", ranks_engine, copy], check=True)
+    spoil(copy / layout.weights_file(1))
+    with pytest.raises(CorruptError, match=r"rank1\.safetensors"):
+        Engine.load(copy)
+    assert "rank1.safetensors" in refused(inkling_engine("generate", copy, "--prompt-ids", 1), 4)
+
+
+def test_all_ranks_must_fit(ranks_engine: Path) -> None:
+    need = 4 * total_bytes(open_manifest(ranks_engine))
+    with pytest.raises(DoesNotFitError, match=f"{need:,} bytes"):
+        Engine.load(ranks_engine, memory=need - 1)
