@@ -17,11 +17,13 @@ from inkling_engine.artifacts.spec import ModelShape
 from inkling_engine.compile.models.inkling.block import exchange
 from inkling_engine.kernels import table
 from inkling_engine.kernels._cases import Ranks
+from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.commit import commit
 from inkling_engine.kernels.embed_norm import embed_norm
+from inkling_engine.kernels.gather_logits import gather_logits
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.rmsnorm import rmsnorm
@@ -52,7 +54,7 @@ def cases(target: Target, rows: int) -> Iterator[Case]:
         ("step_metadata", metadata_work),
     ]
     if kind_of(rows) == "decode":
-        makers += [("head", head_work), ("commit", commit_work)]
+        makers += [("head", head_work), ("commit", commit_work), ("gather_logits", gather_work)]
         yield Case("sample", "greedy", rows, 0, partial(sample_work, target, rows, 0.0))
         yield Case("sample", "top-p", rows, 0, partial(sample_work, target, rows, 0.8))
     for op, make in makers:
@@ -115,6 +117,22 @@ def embed_norm_work(target: Target, rows: int) -> Work:
         for _ in range(copies_for(moved))
     ]
     return work(embed_norm, calls, moved, 0, device)
+
+
+def gather_work(target: Target, rows: int) -> Work:
+    """One rank's columns published and laid out; the other ranks, absent, have nothing to read."""
+    world, columns = target.tp, target.shape.vocab
+    moved = 4 * rows * 3 * columns
+    ranks = Ranks(world, words=exchange_words(4 * rows * columns)).tensors
+    calls = [
+        (
+            target.normal(rows, columns, dtype=torch.float32),
+            *(tensor.to(target.device) for tensor in ranks),
+            *(0, 1, world, columns),
+        )
+        for _ in range(copies_for(moved))
+    ]
+    return work(gather_logits, calls, moved, 0, target.device)
 
 
 def rmsnorm_work(target: Target, rows: int) -> Work:
