@@ -187,9 +187,9 @@ def embed_kernel(
         tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
 
 
-def blocks_of(count: int) -> tuple[int, int, int, int]:
+def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:
     """Elements of a block, warps, programs and blocks of each, for `count` elements."""
-    block = 1024 if count <= FLAGS * 1024 else 4096
+    block = 1024 if count <= FLAGS * 1024 else largest
     blocks = max(1, triton.cdiv(count, block))
     programs = min(FLAGS, blocks)
     return block, block // 256, programs, triton.cdiv(blocks, programs)
@@ -207,7 +207,7 @@ def summed(
 ) -> Tensor:
     """The sum of all ranks' `x`."""
     y, count = torch.empty_like(x), x.numel()
-    block, warps, programs, rounds = blocks_of(count)
+    block, warps, programs, rounds = blocks_of(count, 4096)
     launchable(sum_kernel)[(programs,)](
         x, peers, exchange, step_counter, rank, y, count, LAYER_UNIT.value * call, CALLS=calls,
         WORLD=world, HALF=half_words(exchange.shape[0]), BLOCK=block, ROUNDS=rounds,

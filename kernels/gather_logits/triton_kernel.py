@@ -23,7 +23,7 @@ def gather_logits(
     """Gather the ranks' columns; see the package docstring."""
     rows, columns = logits.shape
     whole = logits.new_empty(rows, vocab)
-    block, warps, programs, rounds = blocks_of(rows * columns)
+    block, warps, programs, rounds = blocks_of(rows * columns, 1024)
     launchable(gather_kernel)[(programs,)](
         logits, peers, exchange, step_counter, rank, whole, rows * columns,
         LAYER_UNIT.value * call, CALLS=calls, WORLD=world, HALF=half_words(exchange.shape[0]),

@@ -1,0 +1,140 @@
+"""Launches that exchange, in Triton's interpreter, with what the peers gave written beforehand.
+
+It runs one program after another, so ranks cannot run at once. A child process runs this file, since
+Triton decides when it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.test_exchange import CALLS, COLUMNS, STEP, TOKENS, VOCAB, WIDTH, part
+from kernels.test_ops import assert_close
+from torch import Tensor
+
+from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, exchange_words
+from inkling_engine.kernels._exchange import half_words as half_of
+from inkling_engine.kernels._op import Op
+from inkling_engine.kernels.boundary import boundary
+from inkling_engine.kernels.draft_input import draft_input
+from inkling_engine.kernels.embed_norm import embed_norm
+from inkling_engine.kernels.gather_logits import gather_logits
+
+pytest.importorskip("triton", reason="needs Triton")
+
+WORLD, OWN, COUNTER = 4, 1, 7
+Blocks = list[Tensor]
+
+
+def blocks_before(call: int, given: list[Tensor]) -> Blocks:
+    """Every rank's block; those of the peers as if they had published `given` in `call`."""
+    sequence = COUNTER * CALLS + call + 1
+    blocks = []
+    for rank, one in enumerate(given):
+        block = torch.zeros(exchange_words(4 * TOKENS * WIDTH), dtype=torch.int64)
+        if rank != OWN:
+            half = block[HEADER + sequence % 2 * half_of(len(block)) :]
+            half.view(one.dtype)[: one.numel()] = one.flatten()
+            block[CONTROL : CONTROL + FLAGS] = sequence
+        block[LIMIT] = 5  # polls, in the interpreter
+        blocks.append(block)
+    return blocks
+
+
+def ranks(blocks: Blocks, absent: int | None = None) -> tuple[Tensor, ...]:
+    """peers, exchange, step_counter, rank of the rank that is run."""
+    addresses = [0 if r == absent else block.data_ptr() for r, block in enumerate(blocks)]
+    peers = torch.tensor([*addresses, *[0] * (8 - len(blocks))])
+    return peers, blocks[OWN], torch.tensor([COUNTER, 0, 0, 0]), torch.tensor([OWN, 0, 0, 0]).int()
+
+
+def calls_of(dtype: torch.dtype) -> list[tuple[Op, int, list[Tensor], list[Any], list[Any]]]:
+    """(op, call, what each rank gives, arguments before and after those of the exchange)."""
+    table, norm = normal(WORLD * VOCAB, WIDTH, dtype=dtype), 1 + normal(WIDTH, dtype=dtype)
+    tokens = torch.tensor([3, 2 * VOCAB + 1, WORLD * VOCAB - 1, VOCAB], dtype=torch.int32)
+    rows = torch.zeros(TOKENS, dtype=torch.int32), torch.tensor([0, TOKENS], dtype=torch.int32)
+    owners = tokens.long() // VOCAB
+    held = [table[tokens.long()].where((owners == r)[:, None], 0) for r in range(WORLD)]
+    mine = table[OWN * VOCAB : (OWN + 1) * VOCAB]
+    x = [part(r, 0, dtype) for r in range(WORLD)]
+    logits = [normal(TOKENS, COLUMNS, seed=r) for r in range(WORLD)]
+    step = (STEP.token_rows, STEP.slots, STEP.sources, STEP.starts, STEP.lengths)
+    conv = normal(WIDTH, 4), norm, STEP.rings(1, 3, WIDTH, dtype)
+    norms, draft = (norm, norm, norm), (-1, CALLS, 1e-6, WORLD, True)
+    return [
+        (embed_norm, 0, held, [tokens, mine, norm], [0, CALLS, 1e-6, WORLD]),
+        (boundary, 1, x, [x[OWN], x[0], *conv, *step, *STEP.destinations], [0, 1, CALLS, 1e-6, WORLD]),
+        (gather_logits, 2, logits, [logits[OWN]], [2, CALLS, WORLD, WORLD * COLUMNS - 3]),
+        (draft_input, -1, held, [x[0], tokens, mine, *norms, *rows], [0, 0, *draft]),
+    ]  # fmt: skip
+
+
+def compare(
+    op: Op, call: int, given: list[Tensor], before: list[Any], after: list[Any], absent: int | None,
+    late: int | None,
+) -> None:  # fmt: skip
+    """The launch and the reference on the same peers' blocks: results, data and error word."""
+    results = []
+    for run in (op.reference, op.launch):
+        blocks = blocks_before(call, given)
+        if late is not None:
+            blocks[late][CONTROL : CONTROL + FLAGS] -= 1
+        copies = [one.clone() if isinstance(one, Tensor) else one for one in before]
+        found = run(*copies, *ranks(blocks, absent), *after)
+        results.append((found if isinstance(found, tuple) else (found,), blocks[OWN]))
+    (wanted, theirs), (found, ours) = results
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, 8e-3 if one.dtype == torch.bfloat16 else 1e-6)
+    assert torch.equal(ours[HEADER:], theirs[HEADER:]), "another part is published"
+    assert int(ours[CONTROL]) == int(theirs[CONTROL]), "another sequence is published"
+    assert int(ours[ERROR]) == int(theirs[ERROR]) == (0 if late is None else 1 + late)
+
+
+def a_flag_is_one_programs() -> None:
+    """The part of a program whose flag has not come is not read."""
+    op, call, given, before, after = calls_of(torch.float32)[2]
+    blocks = blocks_before(call, given)
+    blocks[3][CONTROL + 1] -= 1
+    whole = op.launch(*before, *ranks(blocks), *after)
+    wanted = torch.cat(given, 1)[:, :-3]
+    same = (whole == wanted).all(0)
+    assert same[: 3 * COLUMNS].all() and not same[3 * COLUMNS :].all()
+    lost = torch.arange(TOKENS * COLUMNS).view(TOKENS, COLUMNS)[:, :-3]
+    assert torch.equal((whole != wanted)[:, 3 * COLUMNS :], (lost >= 1024) & (lost < 2048))
+    assert int(blocks[OWN][ERROR]) == 4
+
+
+def main() -> None:
+    """All ops: with all peers, one absent, one that never comes."""
+    from support.interpreter import repair_interpreter
+
+    repair_interpreter()
+    compared = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for absent, late in ((None, None), (2, None), (None, 3)):
+            for call in calls_of(dtype):
+                compare(*call, absent, late)
+                compared += 1
+    a_flag_is_one_programs()
+    print(compared, "calls")
+
+
+def test_launches_read_what_the_peers_gave() -> None:
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(tests)])
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "24 calls"
+
+
+if __name__ == "__main__":
+    main()
