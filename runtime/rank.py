@@ -134,7 +134,6 @@ def _run(load: Callable[[Start, Member], Loaded], commands: Commands, memory: in
         except BaseException as error:
             with suppress(EOFError):
                 commands.answer(Failure.of(error, start.rank))
-            blocks.release(start.rank)
             raise
 
 

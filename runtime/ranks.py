@@ -1,9 +1,9 @@
 """Rank 0's side of an engine of several ranks: it starts the others' processes and leads them.
 
 Every replay is announced to all ranks and then run here; what they say to each other inside it, they
-say through their exchange blocks. A rank that ends or errs makes this side fail with an error that
-names it: inside a replay nobody waits any more (`Blocks.release`), between replays the socket tells.
-The others are then ended. Nothing outlives this process: a rank ends when its socket hangs up.
+say through their exchange blocks. A rank that errs ends, and one that ends hangs up: inside a replay
+the native wait sees that and gives up, between replays sending does. This side then fails with an error
+that names the first one, and hangs up, which ends the others, as its own end does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ranks:
         self.blocks = Blocks(memory, words, world, 0)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._sockets: dict[int, Connection] = {}
-        self._end = weakref.finalize(self, _end, self.processes, self._sockets, self.blocks)
+        self._end = weakref.finalize(self, _end, self.processes, self._sockets)
         self._failure: UserError | None = None
         try:
             for rank in range(1, world):
@@ -132,13 +132,11 @@ class Ranks:
         """End all ranks; what names the first failed one. `said` are last answers that were read
         already, None of a rank that is gone."""
         if self._failure is None:
-            missing = self.blocks.missing()
-            self.blocks.release(0)
-            self._failure = self._cause(dict(said or {}), missing)
+            self._failure = self._cause(dict(said or {}))
             self.close()
         return self._failure
 
-    def _cause(self, said: dict[int, Answer | None], missing: int | None) -> UserError:
+    def _cause(self, said: dict[int, Answer | None]) -> UserError:
         """Ask around for a while which rank erred or died; else it is the one that was waited for."""
         until = time.monotonic() + _GRACE
         while not any(answer is None or isinstance(answer, Failure) for answer in said.values()):
@@ -159,6 +157,7 @@ class Ranks:
         if dead:
             found = _exit_status(self.processes[dead[0]])
             return FailedError(f"rank {dead[0]}", found, "a rank that goes on", REMEDY)
+        missing = self.blocks.missing()
         blamed = left[0] if missing is None and left else missing
         return FailedError(f"rank {blamed}", "waited for in vain", "its part of a sum", REMEDY)
 
@@ -225,12 +224,9 @@ def _exit_status(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(
-    processes: Mapping[int, subprocess.Popen[bytes]],
-    sockets: Mapping[int, Connection],
-    blocks: Blocks,
+    processes: Mapping[int, subprocess.Popen[bytes]], sockets: Mapping[int, Connection]
 ) -> None:
-    """Hang up, which ends a rank at its next command; kill who does not end soon."""
-    blocks.release(0)
+    """Hang up, which ends a rank wherever it waits; kill who does not end soon."""
     for connection in sockets.values():
         connection.close()
     until = time.monotonic() + _GRACE

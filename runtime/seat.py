@@ -93,12 +93,6 @@ class Blocks:
         """The rank that this one gave up waiting for."""
         return int(self.own[ERROR]) - 1 if self.own[ERROR] else None
 
-    def release(self, rank: int) -> None:
-        """Let nobody wait any more, because of `rank`; what somebody has noted before stays."""
-        for block in self.all:
-            if not block[ERROR]:
-                block[ERROR] = 1 + rank
-
 
 def _stride(words: int) -> int:
     """Bytes from one block to the next: whole pages."""

@@ -71,13 +71,6 @@ def drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rank_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for two ranks, with two draft depths."""
-    options = "--tp 2 --spec-depth 2 --decode-buckets 4 --extend-buckets 64x4"
-    return _built(options, tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
 def four_rank_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for four ranks, of which two hold the same kv head of full layers; without drafting."""
     options = "--tp 4 --decode-buckets 4 --extend-buckets 64x4"

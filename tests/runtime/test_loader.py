@@ -128,6 +128,19 @@ def test_one_rank_of_several_opens_to_be_measured(
             engine.generate([30], bias)
 
 
+def test_all_ranks_need_their_weights_and_a_cpu_engine(folder: Path) -> None:
+    spec = msgspec.structs.replace(SPEC, tp=3)
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
+    with pytest.raises(
+        UsageError, match=r"no weights of rank 1, 2; expected those of ranks 0 to 2"
+    ):
+        Engine.load(folder)
+    other = msgspec.structs.replace(spec, device="cuda")
+    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=other))
+    with pytest.raises(IncompatibleError, match="tp 3, with a GPU for each rank"):
+        Engine.load(folder)
+
+
 def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
     folder = tmp_path / "engine"
     seal_engine(folder, SPEC, weights=False)

@@ -55,9 +55,9 @@ def expected(tiny_engine: Path) -> list[Completion]:
 
 
 def test_four_ranks_give_what_one_gives_and_agree_after_every_step(
-    ranks_engine: Path, expected: list[Completion]
+    four_rank_engine: Path, expected: list[Completion]
 ) -> None:
-    with Engine.load(ranks_engine) as engine:
+    with Engine.load(four_rank_engine) as engine:
 
         def observe(plan: Plan, began: float, ended: float, tokens: int) -> None:
             own, *others = debug.rank_digests(engine)
@@ -80,16 +80,16 @@ def test_four_ranks_give_what_one_gives_and_agree_after_every_step(
     assert all(gone(pid) for pid in left)
 
 
-def test_several_steps_in_one_replay(ranks_engine: Path, expected: list[Completion]) -> None:
-    with Engine.load(ranks_engine, steps_per_replay=8) as engine:
+def test_several_steps_in_one_replay(four_rank_engine: Path, expected: list[Completion]) -> None:
+    with Engine.load(four_rank_engine, steps_per_replay=8) as engine:
         assert tokens(engine.generate(PROMPTS, PARAMS)) == tokens(expected)
         own, *others = debug.rank_digests(engine)
         assert others == [own] * 3
 
 
-def test_a_rank_that_dies_inside_a_step_is_named(ranks_engine: Path) -> None:
+def test_a_rank_that_dies_inside_a_step_is_named(four_rank_engine: Path) -> None:
     """Rank 0 waits for it in native code, which runs under the interpreter's lock."""
-    with Engine.load(ranks_engine) as engine:
+    with Engine.load(four_rank_engine) as engine:
         left = ranks_of(engine)
         requests = [engine.submit(PROMPTS[0], PARAMS[0]) for _ in range(2000)]
         threading.Timer(0.5, os.kill, (left[1], signal.SIGSEGV)).start()
@@ -99,10 +99,10 @@ def test_a_rank_that_dies_inside_a_step_is_named(ranks_engine: Path) -> None:
         assert all(gone(pid) for pid in left)
 
 
-def test_a_job_whose_rank_was_killed_goes_on(ranks_engine: Path, tmp_path: Path) -> None:
+def test_a_job_whose_rank_was_killed_goes_on(four_rank_engine: Path, tmp_path: Path) -> None:
     lines = [line(f"id-{at}", prompt=f"def f{at}(a):", max_tokens=20) for at in range(120)]
     source = write_lines(tmp_path / "in", lines)
-    command = [*INKLING_ENGINE, "batch", str(ranks_engine), "--input", str(source), "--output"]
+    command = [*INKLING_ENGINE, "batch", str(four_rank_engine), "--input", str(source), "--output"]
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
     output, part = tmp_path / "out", tmp_path / "out.part"
     with subprocess.Popen([*command, output], stderr=subprocess.PIPE, text=True) as job:
@@ -128,15 +128,15 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_the_commands_run_all_ranks(ranks_engine: Path) -> None:
-    arguments = ("generate", ranks_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
+def test_the_commands_run_all_ranks(four_rank_engine: Path) -> None:
+    arguments = ("generate", four_rank_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
     assert inkling_engine(*arguments).returncode == 0
-    done = inkling_engine("bench", ranks_engine, "--tokens", 8, "--repeat", 1, "--accept", 2)
+    done = inkling_engine("bench", four_rank_engine, "--tokens", 8, "--repeat", 1, "--accept", 2)
     assert done.returncode == 0 and "ranks" in done.stdout, done.stderr
-    facts = msgspec.json.decode(inkling_engine("inspect", ranks_engine, "--json").stdout)
+    facts = msgspec.json.decode(inkling_engine("inspect", four_rank_engine, "--json").stdout)
     sizes = [rank["weights"] for rank in facts["ranks"]]
     assert len(sizes) == 4 and sum(sizes) == facts["bytes"]["weights"]
-    alone = inkling_engine("verify", ranks_engine, "--random-weights", 3)
+    alone = inkling_engine("verify", four_rank_engine, "--random-weights", 3)
     assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr
 
 
@@ -148,17 +148,17 @@ def _flip(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [_flip, Path.unlink])
 def test_bad_weights_of_another_rank_are_refused(
-    ranks_engine: Path, tmp_path: Path, spoil: Callable[[Path], None]
+    four_rank_engine: Path, tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     copy = tmp_path / "engine"
-    subprocess.run(["cp", "-r", ranks_engine, copy], check=True)
+    subprocess.run(["cp", "-r", four_rank_engine, copy], check=True)
     spoil(copy / layout.weights_file(1))
     with pytest.raises(CorruptError, match=r"rank1\.safetensors"):
         Engine.load(copy)
     assert "rank1.safetensors" in refused(inkling_engine("generate", copy, "--prompt-ids", 1), 4)
 
 
-def test_all_ranks_must_fit(ranks_engine: Path) -> None:
-    need = 4 * total_bytes(open_manifest(ranks_engine))
+def test_all_ranks_must_fit(four_rank_engine: Path) -> None:
+    need = 4 * total_bytes(open_manifest(four_rank_engine))
     with pytest.raises(DoesNotFitError, match=f"{need:,} bytes"):
-        Engine.load(ranks_engine, memory=need - 1)
+        Engine.load(four_rank_engine, memory=need - 1)
