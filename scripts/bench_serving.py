@@ -106,7 +106,8 @@ def shared_prompts(folder: Path, blocks: int) -> dict[str, float]:
 
 def idle_share(folder: Path, rows: int, seed: int | None) -> dict[str, float]:
     """Shares of the time in which no kernel runs, while `rows` greedy rows decode."""
-    import torch
+    sys.path.append(str(Path(__file__).resolve().parent))
+    from bench.timing import device_events, idle_before
 
     from inkling_engine.runtime import Engine
 
@@ -120,33 +121,14 @@ def idle_share(folder: Path, rows: int, seed: int | None) -> dict[str, float]:
             engine.step()
         for _ in range(WARM):
             engine.step()
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(PROFILED):
-                engine.step()
-            torch.cuda.synchronize()
-    kernels = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events()
-        if str(event.device_type).endswith("CUDA")
-        and not event.name.startswith(("Memcpy", "Memset"))
-    )
-    return {"rows": rows} | gaps(kernels)
-
-
-def gaps(kernels: list[tuple[float, float, str]]) -> dict[str, float]:
-    """Microseconds a step, and idle shares, from (start, end, name) in order; a step begins with
-    its metadata."""
-    first = [at for at, kernel in enumerate(kernels) if FIRST_KERNEL in kernel[2]]
-    kernels = kernels[first[0] :]
-    begin, end, between, idle = kernels[0][0], kernels[0][1], 0.0, 0.0
-    for start, stop, name in kernels[1:]:
-        gap = max(0.0, start - end)
-        idle += gap
-        between += gap if FIRST_KERNEL in name else 0.0
-        end = max(end, stop)
-    steps, span = len(first), end - begin
-    return {"us_per_step": span / steps, "between_replays": between / span, "in_all": idle / span}
+        events = device_events(engine.step, PROFILED)
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    begins = [FIRST_KERNEL in event.name for event in kernels]  # a step begins with its metadata
+    first = begins.index(True)
+    gaps, span = idle_before(kernels[first:])
+    between = sum(gap for gap, begin in zip(gaps, begins[first:], strict=True) if begin)
+    shares = {"between_replays": between / span, "in_all": sum(gaps) / span}
+    return {"rows": rows, "us_per_step": span / sum(begins)} | shares
 
 
 def render(report: dict[str, Any]) -> str:

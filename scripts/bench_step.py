@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from bench.rank import SPARE, RankStep, rank_spec, rank_weights, step_floor
 from bench.rounds import busy_share, round_floor, side_by_side
-from bench.timing import Ceilings, about, capture, measured_ceilings
+from bench.timing import Ceilings, about, capture, device_events, measured_ceilings
 
 from inkling_engine.compile.backends.aoti import compile_program, open_program
 from inkling_engine.compile.export import export_step
@@ -228,16 +228,11 @@ def check_finished(machine: RankStep, bucket: Bucket) -> None:
 
 def kernels(graph: torch.cuda.CUDAGraph) -> list[tuple[str, int, float]]:
     """(name, count, microseconds) of what one replay launches, the most expensive first."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        graph.replay()
-        torch.cuda.synchronize()
     counts: Counter[str] = Counter()
     times: Counter[str] = Counter()
-    for event in profile.events():
-        if str(event.device_type) == "DeviceType.CUDA":
-            counts[event.name] += 1
-            times[event.name] += event.device_time
+    for event in device_events(graph.replay):
+        counts[event.name] += 1
+        times[event.name] += event.device_time
     return [(name, counts[name], round(time, 1)) for name, time in times.most_common()]
 
 

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 from bench.rank import RankStep, step_floor
-from bench.timing import capture
+from bench.timing import capture, device_events, idle_before
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
@@ -45,21 +45,8 @@ def round_floor(
 
 def busy_share(graph: torch.cuda.CUDAGraph) -> float:
     """Share of the time of some replays in a row in which a kernel runs."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(BUSY_REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if str(event.device_type).endswith("CUDA")
-    )
-    begin, end, idle = spans[0][0], spans[0][1], 0.0
-    for start, stop in spans[1:]:
-        idle += max(0.0, start - end)
-        end = max(end, stop)
-    return float(1 - idle / (end - begin))
+    gaps, span = idle_before(device_events(graph.replay, BUSY_REPLAYS))
+    return 1 - sum(gaps) / span
 
 
 def two_graphs(machine: RankStep, bucket: Bucket, rows: dict[str, Tensor]) -> Callable[[], None]:

@@ -147,3 +147,25 @@ def about() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
+
+
+def device_events(run: Call, times: int = 1) -> list[Any]:
+    """What the profiler saw on the device while `run` was called `times` times, in order of time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    found = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
+    return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
+
+
+def idle_before(events: Sequence[Any]) -> tuple[list[float], float]:
+    """Microseconds without any of `events` before each one, and from the first's begin to the last
+    end."""
+    begin = end = events[0].time_range.start
+    gaps = []
+    for event in events:
+        gaps.append(max(0.0, event.time_range.start - end))
+        end = max(end, event.time_range.end)
+    return gaps, end - begin

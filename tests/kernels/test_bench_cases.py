@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,3 +91,9 @@ def test_floor_is_the_longer_of_bytes_and_operations() -> None:
     ceilings = timing.Ceilings(bandwidth=2e12, arithmetic=1e12)
     assert ceilings.floor_us(4e6, 1e6) == pytest.approx(2.0)
     assert ceilings.floor_us(4e6, 5e6) == pytest.approx(5.0)
+
+
+def test_idle_time_is_what_nothing_covers() -> None:
+    spans = [(10.0, 12.0), (11.0, 20.0), (13.0, 14.0), (23.0, 25.0), (25.0, 26.0)]
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b)) for a, b in spans]
+    assert timing.idle_before(events) == ([0.0, 0.0, 0.0, 3.0, 0.0], 16.0)
