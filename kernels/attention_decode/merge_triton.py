@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""How the parts of a decode row's attention become one: warps of a program, then splits.
+"""How the parts of a row's attention become one: warps of a program, then splits.
 
 Each split leaves its output and raises a flag; the last splits of a row wait for all flags and
 merge, in the order of the splits. Scratch is not initialised: a flag is a 64-bit number that
@@ -31,6 +31,27 @@ def merge_parts(maximum, total, output, GROUP: tl.constexpr):
 
 
 @triton.jit
+def await_flags(flag, s, here):
+    """Wait until the flags of the splits `s` that are `here` are raised."""
+    missing = tl.full((), 1, tl.int32)
+    while missing > 0:
+        found = tl.atomic_add(flag + s, 0, here, sem="acquire")
+        missing = tl.sum(((found != RAISED) & here).to(tl.int32))
+
+
+@triton.jit
+def merged_lines(partial, stats, line, held, d, DIM: tl.constexpr):
+    """Output [LINES, D] f32 of the splits `line` [S, LINES] of each line, where `held`."""
+    peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
+    weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
+    at = partial + (line[:, :, None] * DIM + d[None, None, :])
+    known = held[:, :, None] & (d < DIM)[None, None, :]
+    return tl.sum(weight[:, :, None] * tl.load(at, known, other=0.0, cache_modifier=".cg"), 0)
+
+
+@triton.jit
 def merge_splits(
     partial, stats, flag, out, active, first, mergers,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
@@ -42,23 +63,13 @@ def merge_splits(
     """
     s = tl.arange(0, PADDED)
     here = s < active
-    missing = tl.full((), 1, tl.int32)
-    while missing > 0:
-        found = tl.atomic_add(flag + s, 0, here, sem="acquire")
-        missing = tl.sum(((found != RAISED) & here).to(tl.int32))
+    await_flags(flag, s, here)
     d = tl.arange(0, DIMS)
     for part in range(first, SLICES, mergers):
         h = part * SLICE + tl.arange(0, SLICE)
         held = here[:, None] & (h < GROUP)[None, :]
         line = h[None, :] * SPLITS + s[:, None]
-        peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
-        weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
-        at = partial + (line[:, :, None] * DIM + d[None, None, :])
-        held3 = held[:, :, None] & (d < DIM)[None, None, :]
-        values = tl.load(at, held3, other=0.0, cache_modifier=".cg")
-        merged = tl.sum(weight[:, :, None] * values, 0).to(out.dtype.element_ty)
+        merged = merged_lines(partial, stats, line, held, d, DIM).to(out.dtype.element_ty)
         to = out + (h[:, None] * DIM + d[None, :])
         tl.store(to, merged, (h < GROUP)[:, None] & (d < DIM)[None, :])
     tl.store(flag + s, 0, here)

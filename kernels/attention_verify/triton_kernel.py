@@ -26,6 +26,11 @@ from inkling_engine.kernels._triton import (
     launches,
     meta,
 )
+from inkling_engine.kernels.attention_decode.merge_triton import (
+    RAISED,
+    await_flags,
+    merged_lines,
+)
 from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
@@ -38,7 +43,6 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
 
 MOST_SPLITS = 128
 MERGED = 8192  # values that a split merges at a time
-RAISED = tl.constexpr(0x6A09E667F3BCC909)  # a flag: the fraction of the square root of 2
 
 
 @dataclass(frozen=True)
@@ -124,24 +128,14 @@ def merge_lines(
     """
     s = tl.arange(0, PADDED)
     here = s < active
-    missing = tl.full((), 1, tl.int32)
-    while missing > 0:
-        found = tl.atomic_add(flag + s, 0, here, sem="acquire")
-        missing = tl.sum(((found != RAISED) & here).to(tl.int32))
+    await_flags(flag, s, here)
     d = tl.arange(0, DIMS)
     for part in range(first, tl.cdiv(count * GROUPS, SLICE), mergers):
         m = part * SLICE + tl.arange(0, SLICE)
         live = (m < count * GROUPS) & (m % GROUPS < GROUP)
         held = here[:, None] & live[None, :]
         line = m[None, :] * SPLITS + s[:, None]
-        peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
-        weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
-        at = partial + (line[:, :, None] * DIM + d[None, None, :])
-        known = held[:, :, None] & (d < DIM)[None, None, :]
-        values = tl.load(at, known, other=0.0, cache_modifier=".cg")
-        merged = tl.sum(weight[:, :, None] * values, 0).to(out.dtype.element_ty)
+        merged = merged_lines(partial, stats, line, held, d, DIM).to(out.dtype.element_ty)
         to = out + ((m // GROUPS * HEADS + m % GROUPS)[:, None] * DIM + d[None, :])
         tl.store(to, merged, live[:, None] & (d < DIM)[None, :])
     tl.store(flag + s, 0, here)

@@ -16,11 +16,11 @@ from inkling_engine.kernels._triton import CompileCase, follow, launchable, laun
 from inkling_engine.kernels.experts.triton_kernel import experts
 from inkling_engine.kernels.linear.triton_kernel import MAX_DEPTH
 from inkling_engine.kernels.router.triton_kernel import (
-    NOBODY,
     choice_keys,
     gate_logits,
     router,
     shares,
+    take_best,
 )
 from inkling_engine.kernels.swiglu.triton_kernel import silu
 
@@ -32,13 +32,6 @@ def summed(logits, index, mask, EXPERTS: tl.constexpr, SPLITS: tl.constexpr):
     for split in tl.static_range(1, SPLITS):
         logit += tl.load(logits + split * EXPERTS + index, mask=mask, other=0.0)
     return logit
-
-
-@triton.jit
-def take_best(key, lane, LANES: tl.constexpr):
-    """The lane of the highest key, of equal ones the first; and the keys without it."""
-    best = tl.min(tl.where(key == tl.max(key, axis=0), lane, LANES - 1), axis=0)
-    return best, tl.where(lane == best, NOBODY, key)
 
 
 @triton.jit

@@ -66,6 +66,13 @@ def choice_keys(logit, bias, mask):
 
 
 @triton.jit
+def take_best(key, lane, LANES: tl.constexpr):
+    """The lane of the highest key, of equal ones the first; and the keys without it."""
+    best = tl.min(tl.where(key == tl.max(key, axis=0), lane, LANES - 1), axis=0)
+    return best, tl.where(lane == best, NOBODY, key)
+
+
+@triton.jit
 def shares(logit, mask, scale):
     """softmax over logsigmoid(logit) where `mask`, times `scale`."""
     value = tl.minimum(logit, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logit)))
@@ -98,12 +105,11 @@ def choose_kernel(
     key = choice_keys(logit, bias, mask)
     chosen, place = ROUTED - TOP_K + slot, tl.zeros((LANES,), tl.int32)
     for j in tl.static_range(TOP_K):
-        best = tl.min(tl.where(key == tl.max(key, axis=0), lane, LANES - 1), axis=0)
+        best, key = take_best(key, lane, LANES)
         value = tl.sum(tl.where(lane == best, logit, 0.0), axis=0)
         chosen = tl.where(slot == j, best, chosen)
         picked = tl.where(slot == j, value, picked)
         place = tl.where(lane == best, j + 1, place)
-        key = tl.where(lane == best, NOBODY, key)
     share = shares(picked, slot < SLOTS, scale)
     place = tl.where(live, place, 0).to(tl.int8)
     tl.store(places + token * ROUTED + lane, place, mask=mask)
