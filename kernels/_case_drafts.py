@@ -6,13 +6,15 @@ tokens of positions that a row does not have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inkling_engine.kernels import table
-from inkling_engine.kernels._cases import normal
+from inkling_engine.kernels._cases import Case, normal
 from inkling_engine.kernels.draft_metadata.reference import DraftMeta, draft_metadata
 
 LINES, SLOTS, DESTINATIONS = 8, 14, 2
@@ -156,3 +158,18 @@ ROUNDS = {
     ),
     "inert": Round((DraftRow(0), DraftRow(0)), tokens=8, drafts=2, most=0),
 }
+
+
+def copying_cases(
+    arguments: Callable[[Round, int, torch.dtype], tuple[Any, ...]],
+) -> list[Case]:
+    """Every round, a usual and an odd width, for an op that computes nothing: results are equal."""
+    return [
+        Case(
+            f"{name}-{width}-{str(dtype).removeprefix('torch.')}",
+            arguments(spec, width, dtype),
+            tolerance=0,
+        )
+        for name, spec in ROUNDS.items()
+        for width, dtype in ((64, torch.bfloat16), (37, torch.float32))
+    ]

@@ -151,3 +151,11 @@ class Step:
 
 def _int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+VERIFIED = Step(
+    rows=(Row(1, 9, 5), Row(3, 1, 3), INERT, Row(2, 300, 1), Row(4, 0, 4), Row(5, 12, 5)),
+    bucket_tokens=25,
+    ring=7,
+)
+"""A verify step of four drafts: ragged rows over rings longer than a window."""

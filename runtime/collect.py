@@ -1,8 +1,9 @@
 """What a replay's results do to its sequences: tokens, text, and their ends.
 
-Result lines are read step by step, and token by token: a round of drafting gives several. A sequence
-that has ended, on the device or by its text, takes nothing more from later tokens and lines: they are
-zeros, or tokens that the one-step loop would not have drawn. One that was preempted after a replay had begun takes that replay's tokens while it waits.
+Result lines are read step by step, and token by token: a round of drafting gives several. A
+sequence that has ended, on the device or by its text, takes nothing more from later tokens and
+lines: they are zeros, or tokens that the one-step loop would not have drawn. One that was preempted
+after a replay had begun takes that replay's tokens while it waits.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ _LEAST = 1e-7  # seconds; all that is shorter shares a bin
 @dataclass(slots=True)
 class BucketStats:
     """Replays of one bucket. Rows and tokens are summed over steps: those that a plan named (and the
-    drafts that were verified), and those that only filled the shape. `seconds` are those of the device, replay after replay."""
+    drafts that were verified), and those that only filled the shape. `seconds` are those of the
+    device, replay after replay."""
 
     replays: int = 0
     steps: int = 0

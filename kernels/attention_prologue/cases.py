@@ -2,7 +2,7 @@
 
 import torch
 
-from inkling_engine.kernels._case_rows import INERT, Row, Step
+from inkling_engine.kernels._case_rows import INERT, VERIFIED, Row, Step
 from inkling_engine.kernels._cases import Case, normal
 
 _STEPS = {
@@ -20,11 +20,7 @@ _STEPS = {
         page_size=16,
         table_width=6,
     ),
-    "verify": Step(
-        rows=(Row(1, 9, 5), Row(3, 1, 3), INERT, Row(2, 300, 1), Row(4, 0, 4), Row(5, 12, 5)),
-        bucket_tokens=25,
-        ring=7,
-    ),
+    "verify": VERIFIED,
     "long-ring": Step(
         rows=(
             Row(1, 41, 29, source=9, snapshots=((2, 6), (19, 7))),

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime.test_drafts_scheduler import least_ring, specs
-from runtime.test_serving import assert_right, cached, finish, finish_fairly, prompt_of, step
+from runtime.test_serving import (
+    assert_all_right,
+    assert_right,
+    cached,
+    finish,
+    finish_fairly,
+    prompt_of,
+    step,
+)
 from support.batch_rig import line, read_lines, write_lines
 from support.fake_spec import GRID, build_spec, tiny_tokenizer
 from support.fake_step import NON_FINITE_TOKEN, open_engine, run_oracle
@@ -260,12 +268,4 @@ def test_any_traffic_in_tiny_pools_gives_solo_results(
             step(engine)
     finish_fairly(engine, requests)
     settled(engine)
-    for request in requests:
-        assert_right(engine, request)
-    for account in engine.scheduler.accounting().values():
-        assert account.live == 0
-    prefix = engine.scheduler.holdings.prefix
-    assert all(s.block for s in (*prefix._fresh, *prefix._used)), "what never came is given up"
-    prefix.clear()
-    for account in engine.scheduler.accounting().values():
-        assert account.free == account.total, "the cache gives all of it back"
+    assert_all_right(engine, requests)

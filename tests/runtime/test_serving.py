@@ -70,6 +70,19 @@ def assert_right(engine: Engine, request: Request) -> None:
             assert [item.logprob for item in choice.logprobs] == logprobs
 
 
+def assert_all_right(engine: Engine, requests: list[Request]) -> None:
+    """Every answer is the request's own, nothing is held, and the cache can let go of the rest."""
+    for request in requests:
+        assert_right(engine, request)
+    for account in engine.scheduler.accounting().values():
+        assert account.live == 0
+    prefix = engine.scheduler.holdings.prefix
+    assert all(s.block for s in (*prefix._fresh, *prefix._used)), "what never came is given up"
+    prefix.clear()
+    for account in engine.scheduler.accounting().values():
+        assert account.free == account.total, "the cache gives all of it back"
+
+
 def cached(request: Request) -> int:
     """Tokens of the hit that the request began with."""
     return request.sequences[0].cached
@@ -340,12 +353,4 @@ def test_any_traffic_in_tiny_pools_gives_solo_results(
     finish_fairly(engine, requests)
     while engine._ahead:
         engine.step()
-    for request in requests:
-        assert_right(engine, request)
-    for account in engine.scheduler.accounting().values():
-        assert account.live == 0
-    prefix = engine.scheduler.holdings.prefix
-    assert all(s.block for s in (*prefix._fresh, *prefix._used)), "what never came is given up"
-    prefix.clear()
-    for account in engine.scheduler.accounting().values():
-        assert account.free == account.total, "the cache gives all of it back"
+    assert_all_right(engine, requests)
