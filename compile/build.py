@@ -254,13 +254,15 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
 def _verify(state: Build) -> None:
     """Prove the sealed engine as a user would run it; nothing of a failing one is kept.
 
-    One without the weights of all ranks is shown on drawn ones.
+    One without the weights of all ranks is shown on drawn ones, on a GPU one rank of it.
     """
     state.notify("verify", "started", 0.0)
     started = time.monotonic()
     command = [sys.executable, "-m", "inkling_engine.runtime.cli", "verify", str(state.sealed)]
     if not state.plan.whole:
         command += ["--random-weights", "0"]
+        if state.plan.spec.tp > 1 and state.plan.spec.device == "cuda":
+            command += ["--alone"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(state.work)

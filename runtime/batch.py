@@ -61,7 +61,7 @@ class BatchRunner:
         """A runner on the engine in `folder`, opened with the keywords of `Engine.load`."""
         from inkling_engine.runtime.engine import Engine
 
-        options = {"random_weights": load.get("random_weights")}
+        options = {name: load.get(name) for name in ("random_weights", "alone")}
         engine = Engine.load(folder, **load)
         chat = open_chat(engine.tokenizer, Path(folder))
         return cls(engine, chat, max_in_flight=max_in_flight, options=options)

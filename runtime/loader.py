@@ -39,13 +39,13 @@ log = logging.getLogger("inkling_engine.load")
 class LoadOptions:
     """Choices of a load.
 
-    random_weights: seed to draw weights with, for engines that have none; of several ranks, rank 0 then
-    runs alone. memory: the most that
-    the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
+    random_weights: seed to draw weights with, for engines that have none; all ranks draw shares of one
+    model. memory: the most that the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
     now. programs: makes what runs the steps in place of the folder's programs (then no native
     code of the folder is opened). steps_per_replay: how many steps (tokens, or rounds of drafting)
     a replay of decoding rows takes while no prompt waits; the same tokens come, in larger
-    portions. device_index: which of the GPUs that CUDA shows.
+    portions. device_index: which of the GPUs that CUDA shows. alone: rank 0 of several runs without
+    the others, to be measured: what it says means nothing.
     """
 
     random_weights: int | None = None
@@ -53,6 +53,7 @@ class LoadOptions:
     programs: RunnerFactory | None = None
     steps_per_replay: int = 1
     device_index: int = 0
+    alone: bool = False
 
 
 def load(folder: Path, options: LoadOptions) -> Loaded:
@@ -65,7 +66,8 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
     from inkling_engine.runtime.seat import block_words
 
     steps = options.steps_per_replay
-    ranks = Ranks(manifest.spec.tp, block_words(manifest), str(folder.absolute()), steps)
+    drawn = options.random_weights
+    ranks = Ranks(manifest.spec.tp, block_words(manifest), str(folder.absolute()), steps, drawn)
     try:
         loaded = _load(folder, manifest, options, timings, ranks)
         with timings.phase("ranks"):
@@ -79,7 +81,8 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
 def load_rank(folder: Path, options: LoadOptions, seat: Seat) -> Loaded:
     """Load rank `seat.rank`, while rank 0 checks and probes all but its weights."""
     manifest = open_manifest(folder)
-    verify_file(folder, manifest, layout.weights_file(seat.rank))
+    if options.random_weights is None:
+        verify_file(folder, manifest, layout.weights_file(seat.rank))
     return _load(folder, manifest, options, Timings(), seat)
 
 
@@ -139,11 +142,11 @@ def _weights(
     from inkling_engine.runtime import weights
 
     with timings.phase("weights"):
+        rank = seat.rank if seat else 0
         if options.random_weights is None:
-            file = layout.weights_file(seat.rank if seat else 0)
-            values = weights.read_weights(folder / file, manifest, device)
+            values = weights.read_weights(folder / layout.weights_file(rank), manifest, device)
         else:
-            values = weights.random_weights(manifest, options.random_weights, device)
+            values = weights.random_weights(manifest, options.random_weights, device, rank)
         if device != "cpu":
             torch.cuda.synchronize()
     size, seconds = sum(value.nbytes for value in values.values()) / 1e9, timings["weights"]
@@ -195,12 +198,12 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
 
 
 def _all_ranks(manifest: Manifest, options: LoadOptions) -> bool:
-    """Whether all ranks of several run: with weights that mean something."""
-    return manifest.spec.tp > 1 and options.random_weights is None
+    """Whether all ranks of several run."""
+    return manifest.spec.tp > 1 and not options.alone
 
 
 def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:
-    """Raise unless all ranks can run here, or rank 0 alone, on drawn weights, to be measured."""
+    """Raise unless all ranks can run here, or rank 0 alone."""
     tp = manifest.spec.tp
     if not _all_ranks(manifest, options):
         log.warning(
@@ -210,9 +213,10 @@ def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:
     if manifest.spec.device != "cpu" or options.programs:
         what = "code of your own for its programs" if options.programs else "a GPU for each rank"
         expected = "an engine for the CPU as it was built, or tp 1"
-        remedy = "build with --tp 1, or measure one rank alone with --random-weights"
+        remedy = "build with --tp 1, or measure one rank with --alone"
         raise IncompatibleError("engine target", f"tp {tp}, with {what}", expected, remedy)
-    if absent := sorted({*range(tp)} - {entry.rank for entry in manifest.weights}):
+    absent = sorted({*range(tp)} - {entry.rank for entry in manifest.weights})
+    if absent and options.random_weights is None:
         found = f"no weights of rank {', '.join(map(str, absent))}"
         expected = f"those of ranks 0 to {tp - 1}"
         raise UsageError("engine folder", found, expected, "build it without --rank-weights")

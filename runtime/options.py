@@ -44,6 +44,7 @@ _LOAD = (
         help="Compute what prompts begin with in common once. Default on, for bench off.",
     ),
     click.option("--device-index", type=int, help="Which of the visible GPUs. Default 0."),
+    click.option("--alone", is_flag=True, default=None, help="Rank 0 of several, to be measured."),
     click.option(
         "--log-level",
         type=click.Choice(_LEVELS),
@@ -59,7 +60,8 @@ TRACE = click.option(
     help="Write the steps down, for Perfetto and `report`.",
 )
 LOAD_NAMES = (
-    *("random_weights", "memory", "steps_per_replay", "prefix_cache", "device_index", "log_level"),
+    *("random_weights", "memory", "steps_per_replay", "prefix_cache", "device_index", "alone"),
+    "log_level",
 )
 _SAMPLING = (
     click.option("--n", type=int, help="Independent choices. Default 1."),

@@ -140,7 +140,9 @@ def _run(load: Callable[[Start, Member], Loaded], commands: Commands, memory: in
 def _load(start: Start, member: Member) -> Loaded:
     from inkling_engine.runtime.loader import LoadOptions, load_rank
 
-    options = LoadOptions(steps_per_replay=start.steps_per_replay)
+    options = LoadOptions(
+        steps_per_replay=start.steps_per_replay, random_weights=start.random_weights
+    )
     return load_rank(Path(start.folder), options, member)
 
 

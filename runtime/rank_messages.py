@@ -16,13 +16,15 @@ REMEDY = "load the engine again; a batch job that is run again goes on where it 
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0: who you are, of how many, how large the exchange blocks are, and what to load."""
+    """Rank 0: who you are, of how many, how large the exchange blocks are, and what to load, with
+    weights read or drawn."""
 
     rank: int
     world: int
     words: int
     folder: str
     steps_per_replay: int
+    random_weights: int | None = None
 
 
 class Proceed(msgspec.Struct, tag=True, frozen=True):

@@ -50,10 +50,16 @@ class Ranks:
     rank = 0
 
     def __init__(
-        self, world: int, words: int, folder: str = "", steps: int = 1, module: str = MODULE
+        self,
+        world: int,
+        words: int,
+        folder: str = "",
+        steps: int = 1,
+        drawn: int | None = None,
+        module: str = MODULE,
     ) -> None:
-        """Start a process `python -m module` for each other rank, to load `folder`. Exchange blocks
-        have `words` words."""
+        """Start a process `python -m module` for each other rank, to load `folder`, with weights of
+        the seed `drawn` if there is one. Exchange blocks have `words` words."""
         memory = open_memory(words, world)
         self.blocks = Blocks(memory, words, world, 0)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -64,7 +70,7 @@ class Ranks:
             for rank in range(1, world):
                 self.processes[rank], self._sockets[rank] = _spawn(module, memory)
             for rank, connection in self._sockets.items():
-                connection.send_bytes(_encode(Start(rank, world, words, folder, steps)))
+                connection.send_bytes(_encode(Start(rank, world, words, folder, steps, drawn)))
         except OSError:
             raise self._fail() from None
         finally:

@@ -174,9 +174,14 @@ def test_the_manifest_tells_where_it_was_built_and_the_command_how_to_prove_it(
 ) -> None:
     assert items.build_environment().built_with_gpu is False
     spec = msgspec.structs.replace(folders.SPEC, device="cuda", arch="sm90")
-    for weights, expected in ((True, ""), (False, " --random-weights 0")):
-        folder = tmp_path / str(weights)
-        built = folders.manifest(weights=weights)
+    drawn = " --random-weights 0"
+    for weights, tp, expected in (
+        (True, 1, ""),
+        (False, 2, f"{drawn} --alone"),
+        (False, 1, drawn),
+    ):
+        folder = tmp_path / f"{weights}-{tp}"
+        built, spec = folders.manifest(weights=weights), msgspec.structs.replace(spec, tp=tp)
         on_cuda = msgspec.structs.replace(built, spec=spec, environment=items.build_environment())
         seal(folders.fill(stage(folder), folders.contents(on_cuda)), on_cuda, folder)
         assert cli._proof_to_do(folder) == f"inkling-engine verify {folder}{expected}"

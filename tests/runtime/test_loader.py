@@ -119,8 +119,8 @@ def test_one_rank_of_several_opens_to_be_measured(
 ) -> None:
     spec = msgspec.structs.replace(SPEC, tp=2)
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
-    assert "--random-weights" in _refused(folder, IncompatibleError)
-    with Engine.load(folder, programs=FakeStep, random_weights=3) as engine:
+    assert "--alone" in _refused(folder, IncompatibleError)
+    with Engine.load(folder, programs=FakeStep, random_weights=3, alone=True) as engine:
         assert "rank 0 of 2 runs alone" in caplog.text
         assert len(engine.generate([30], GREEDY)[0].choices[0].token_ids) == 5
         bias = SamplingParams(logit_bias={spec.shape.real_vocab: 1.0})

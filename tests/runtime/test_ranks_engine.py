@@ -87,6 +87,20 @@ def test_several_steps_in_one_replay(four_rank_engine: Path, expected: list[Comp
         assert others == [own] * 3
 
 
+def test_drawn_weights_are_shares_of_one_model(four_rank_engine: Path, tiny_engine: Path) -> None:
+    """All ranks draw their own: the answers are those of one rank that draws all."""
+    done = []
+    for folder in (tiny_engine, four_rank_engine):
+        with Engine.load(folder, random_weights=3) as engine:
+            done.append(engine.generate(PROMPTS, PARAMS))
+    assert tokens(done[1]) == tokens(done[0])
+    assert len({token for answer in tokens(done[0]) for token in answer}) > 20
+    for one, other in zip(*done, strict=True):
+        found, wanted = (choice.choices[0].logprobs or () for choice in (one, other))
+        for a, b in zip(found, wanted, strict=True):
+            assert abs(a.logprob - b.logprob) < 1e-4
+
+
 def test_a_rank_that_dies_inside_a_step_is_named(four_rank_engine: Path) -> None:
     """Rank 0 waits for it in native code, which runs under the interpreter's lock."""
     with Engine.load(four_rank_engine) as engine:
@@ -136,8 +150,9 @@ def test_the_commands_run_all_ranks(four_rank_engine: Path) -> None:
     facts = msgspec.json.decode(inkling_engine("inspect", four_rank_engine, "--json").stdout)
     sizes = [rank["weights"] for rank in facts["ranks"]]
     assert len(sizes) == 4 and sum(sizes) == facts["bytes"]["weights"]
-    alone = inkling_engine("verify", four_rank_engine, "--random-weights", 3)
-    assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr
+    for weights in ((), ("--random-weights", 3)):
+        alone = inkling_engine("verify", four_rank_engine, "--alone", *weights)
+        assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr, alone.stderr
 
 
 def _flip(path: Path) -> None:
