@@ -35,7 +35,7 @@ from inkling_engine.compile.options import BuildOptions
 @click.option(
     "--config",
     type=click.Path(dir_okay=False),
-    help="JSON file with the same fields, and draft_vocab.",
+    help="JSON file with the same fields, and draft_vocab and layers.",
 )
 @click.option(
     "--dry-run",

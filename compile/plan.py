@@ -13,10 +13,10 @@ import msgspec
 
 from inkling_engine.artifacts.errors import UsageError
 from inkling_engine.artifacts.layout import engine_id, program_name
-from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.artifacts.spec import EngineSpec, ModelShape
 from inkling_engine.compile.checkpoint import Checkpoint, open_checkpoint, require_shape
 from inkling_engine.compile.memory import Bill, fit_pools, memory_bill, require_fit
-from inkling_engine.compile.models.inkling.shape import PRESETS, preset
+from inkling_engine.compile.models.inkling.shape import PRESETS, first_layers, preset
 from inkling_engine.compile.options import BuildOptions, default_device, make_spec
 
 TINY = Path(__file__).parent / "models" / "inkling" / "tiny"
@@ -66,6 +66,9 @@ def make_plan(options: BuildOptions, device_memory: int | None = None) -> Plan:
         require_shape(checkpoint, shape, options.model)
         shape = checkpoint.shape
     name = options.model if options.model in PRESETS else Path(options.model).resolve().name
+    if options.layers is not None:
+        _require_layers(options.layers, shape, checkpoint)
+        name, shape = f"{name}-{options.layers}-layers", first_layers(shape, options.layers)
     device = default_device(options, has_weights=checkpoint is not None)
     spec = make_spec(options, name, shape, device)
     spec = fit_pools(spec, device_memory)
@@ -100,6 +103,15 @@ def _weights_folder(options: BuildOptions) -> Path | None:
     if "/" not in options.model and not Path(options.model).exists():
         raise _unknown_model(options.model)
     return Path(options.model)
+
+
+def _require_layers(layers: int, shape: ModelShape, checkpoint: Checkpoint | None) -> None:
+    """Raise UsageError unless so many first layers can be built by themselves."""
+    if checkpoint is not None:
+        expected = "a preset without weights: a part of a model answers nothing"
+        raise UsageError("layers", f"{layers} of {checkpoint.folder}", expected, "drop layers")
+    if not 1 <= layers <= shape.layers:
+        raise UsageError("layers", layers, f"1 to {shape.layers}", "choose one of them")
 
 
 def _unknown_model(model: str) -> UsageError:
