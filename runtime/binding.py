@@ -7,7 +7,6 @@ before the first step; afterwards nothing is allocated and no address changes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from inkling_engine.runtime.results import ResultRing
 from inkling_engine.runtime.seat import Seat
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
-from inkling_engine.runtime.weights import used_weights
 
 INPUT_ALIGNMENT = 16
 
@@ -42,14 +40,6 @@ class Loaded:
     tokenizer: Tokenizer | None
     timings: Timings
     steps: int = 1  # of one decode replay, at most
-
-
-def total_bytes(manifest: Manifest) -> int:
-    """Bytes that weights, pools and row buffers of one rank take."""
-    rows = sum(program.row_bytes for program in manifest.programs)
-    tensors: list[Layout] = [*used_weights(manifest), *manifest.pools]
-    sizes = (math.prod(layout.shape) * DTYPES[layout.dtype].itemsize for layout in tensors)
-    return rows + sum(sizes)
 
 
 def assemble(

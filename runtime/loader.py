@@ -24,6 +24,7 @@ from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
+from inkling_engine.runtime.usage import planned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +107,7 @@ def _load(
                     torch.cuda.synchronize()
             if not follows:
                 ranks = manifest.spec.tp if seat else 1  # on one machine
-                need = ranks * binding.total_bytes(manifest)
+                need = ranks * sum(planned(manifest).values())
                 _require_memory(need, options.memory, manifest.spec.device)
             torch.set_num_threads(manifest.spec.threads)
             values = _weights(folder, manifest, options, name, timings, seat)

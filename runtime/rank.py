@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from inkling_engine.runtime.errors import FailedError, UserError
 from inkling_engine.runtime.mirror import Mirror
@@ -25,12 +25,15 @@ from inkling_engine.runtime.rank_messages import (
     Digests,
     Failure,
     Left,
+    Measure,
+    Measured,
     Proceed,
     Ready,
     Replay,
     Start,
 )
 from inkling_engine.runtime.seat import POOL, Blocks
+from inkling_engine.runtime.usage import describe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +75,10 @@ class Member:
         """This rank leads nobody."""
         return []
 
+    def usage(self) -> list[dict[str, Any]]:
+        """This rank leads nobody."""
+        return []
+
     def close(self) -> None:
         """This rank leads nobody."""
 
@@ -82,6 +89,9 @@ class Member:
             command = self._commands.next()
             if isinstance(command, Digest):
                 self._commands.answer(Digests(loaded.pool.replicated()))
+            elif isinstance(command, Measure):
+                device = loaded.pool.tensors["results_int"].device
+                self._commands.answer(Measured(describe(loaded.manifest, device)))
             elif isinstance(command, Replay):
                 self._require_same(command)
                 loaded.replayer.replay(command.program, command.steps)()

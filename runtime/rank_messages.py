@@ -6,6 +6,7 @@ Messages travel over a socket pair, whose end tells either side that the other o
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
@@ -46,6 +47,10 @@ class Digest(msgspec.Struct, tag=True, frozen=True):
     """Rank 0: tell the digests of your replicated pools, once all replays have ended."""
 
 
+class Measure(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: tell what you take of memory."""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """A rank: loaded, waiting for replays."""
 
@@ -54,6 +59,12 @@ class Digests(msgspec.Struct, tag=True, frozen=True):
     """A rank: SHA-256 by pool."""
 
     digests: dict[str, str]
+
+
+class Measured(msgspec.Struct, tag=True, frozen=True):
+    """A rank: `usage.describe`."""
+
+    usage: dict[str, Any]
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
@@ -87,8 +98,8 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
         return kind(self.field, self.found, self.expected, self.remedy)
 
 
-Command = Start | Proceed | Replay | Digest
-Answer = Ready | Digests | Left | Failure
+Command = Start | Proceed | Replay | Digest | Measure
+Answer = Ready | Digests | Measured | Left | Failure
 
 
 class Commands:

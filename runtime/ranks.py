@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -31,6 +31,8 @@ from inkling_engine.runtime.rank_messages import (
     Digests,
     Failure,
     Left,
+    Measure,
+    Measured,
     Proceed,
     Ready,
     Replay,
@@ -101,6 +103,11 @@ class Ranks:
         self.send(Digest())
         return [answer.digests for answer in self._answers(Digests)]
 
+    def usage(self) -> list[dict[str, Any]]:
+        """`usage.describe` of ranks 1 and up."""
+        self.send(Measure())
+        return [answer.usage for answer in self._answers(Measured)]
+
     def send(self, command: Command) -> None:
         """Send `command` to all other ranks. Raises a UserError that names the first failed one."""
         data = _encode(command)
@@ -153,7 +160,7 @@ class Ranks:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 answer = _read(connection)
-                if not isinstance(answer, Ready | Digests):
+                if not isinstance(answer, Ready | Digests | Measured):
                     said[silent[connection]] = answer
         failures = [answer.error() for answer in said.values() if isinstance(answer, Failure)]
         dead = [rank for rank, answer in said.items() if answer is None]

@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ class Seat(Protocol):
 
     def digests(self) -> list[dict[str, str]]:
         """`StatePool.replicated` of the ranks that this one leads, in their order."""
+
+    def usage(self) -> list[dict[str, Any]]:
+        """`usage.describe` of the ranks that this one leads, in their order."""
 
     def close(self) -> None:
         """End the ranks that this one leads."""

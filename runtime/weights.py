@@ -13,12 +13,7 @@ from torch import Tensor
 from inkling_engine.artifacts.manifest import Manifest, Recipe
 from inkling_engine.kernels.state import allocate, draw_block, weight_scale
 from inkling_engine.runtime.errors import CorruptError
-
-
-def used_weights(manifest: Manifest) -> list[Recipe]:
-    """The engine tensors that its programs read; others (later drafts) stay on disk."""
-    inputs = {name for program in manifest.programs for name in program.inputs}
-    return [recipe for recipe in manifest.recipe if f"weights.{recipe.name}" in inputs]
+from inkling_engine.runtime.usage import used_weights
 
 
 def read_weights(path: Path, manifest: Manifest, device: str = "cpu") -> dict[str, Tensor]:

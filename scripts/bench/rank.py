@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
 import torch
 from bench.work import one_rank
 from torch import Tensor

@@ -18,7 +18,7 @@ from inkling_engine.artifacts.digest import digest
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import add_files, open_manifest, stage
 from inkling_engine.runtime import graphs, loader, probe
-from inkling_engine.runtime.binding import assemble, total_bytes
+from inkling_engine.runtime.binding import assemble
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import (
     CorruptError,
@@ -29,6 +29,7 @@ from inkling_engine.runtime.errors import (
     UserError,
 )
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.usage import planned
 from inkling_engine.runtime.weights import random_weights, read_weights
 
 SPEC = build_spec()
@@ -151,7 +152,7 @@ def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
 
 
 def test_memory_limits(folder: Path) -> None:
-    need = total_bytes(open_manifest(folder))
+    need = sum(planned(open_manifest(folder)).values())
     Engine.load(folder, programs=FakeStep, memory=need).close()
     message = _refused(folder, DoesNotFitError, memory=need - 1)
     assert f"{need:,} bytes" in message and f"{need - 1:,}" in message
@@ -186,7 +187,7 @@ def test_weights_that_no_program_reads_stay_on_disk() -> None:
     draft = msgspec.structs.replace(manifest.recipe[0], name="drafts.0.w13", shape=(1 << 40,))
     changed = msgspec.structs.replace(manifest, recipe=(*manifest.recipe, draft))
     assert list(random_weights(changed, 0)) == ["embed"]
-    assert total_bytes(changed) == total_bytes(manifest)
+    assert planned(changed) == planned(manifest)
 
 
 def _rename(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:

@@ -19,14 +19,15 @@ from support.prompts import python_prompts
 
 from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.store import open_manifest
+from inkling_engine.compile.memory import memory_bill
 from inkling_engine.runtime import debug
-from inkling_engine.runtime.binding import total_bytes
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import CorruptError, DoesNotFitError, FailedError
 from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.ranks import Ranks
 from inkling_engine.runtime.requests import Completion
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.usage import planned, report
 
 pytestmark = pytest.mark.multi
 PROMPTS = python_prompts((70, 1, 33, 300, 64))
@@ -101,6 +102,21 @@ def test_drawn_weights_are_shares_of_one_model(four_rank_engine: Path, tiny_engi
             assert abs(a.logprob - b.logprob) < 1e-4
 
 
+def test_each_rank_takes_what_the_bill_says(four_rank_engine: Path) -> None:
+    with Engine.load(four_rank_engine, prefix_cache=False) as engine:
+        engine.generate(PROMPTS, PARAMS)
+        taken, bill = report(engine), memory_bill(engine.spec)
+        plan = planned(engine.manifest)
+        assert plan["pools"] == bill.pools == sum(t.nbytes for t in engine.pool.tensors.values())
+    assert plan["weights"] == bill.text_decoder + bill.text_decoder_fp32
+    assert taken["tp"] == len(taken["ranks"]) == 4
+    for rank in taken["ranks"]:
+        assert (rank["device"], rank["planned"]) == ("cpu", plan)
+        assert plan["weights"] < rank["measured"]["used"] < bill.total
+    used = [rank["measured"]["used"] for rank in taken["ranks"]]
+    assert len(set(used)) > 1, "each rank is asked"
+
+
 def test_a_rank_that_dies_inside_a_step_is_named(four_rank_engine: Path) -> None:
     """Rank 0 waits for it in native code, which runs under the interpreter's lock."""
     with Engine.load(four_rank_engine) as engine:
@@ -146,9 +162,9 @@ def test_the_commands_run_all_ranks(four_rank_engine: Path) -> None:
     arguments = ("generate", four_rank_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
     assert inkling_engine(*arguments).returncode == 0
     done = inkling_engine("bench", four_rank_engine, "--tokens", 8, "--repeat", 1)
-    assert done.returncode == 0 and "ranks" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.count(" GB planned, ") == 4, done.stderr
     facts = msgspec.json.decode(inkling_engine("inspect", four_rank_engine, "--json").stdout)
-    sizes = [rank["weights"] for rank in facts["ranks"]]
+    sizes = [rank["file"] for rank in facts["ranks"]]
     assert len(sizes) == 4 and sum(sizes) == facts["bytes"]["weights"]
     for weights in ((), ("--random-weights", 3)):
         alone = inkling_engine("verify", four_rank_engine, "--alone", *weights)
@@ -174,6 +190,6 @@ def test_bad_weights_of_another_rank_are_refused(
 
 
 def test_all_ranks_must_fit(four_rank_engine: Path) -> None:
-    need = 4 * total_bytes(open_manifest(four_rank_engine))
+    need = 4 * sum(planned(open_manifest(four_rank_engine)).values())
     with pytest.raises(DoesNotFitError, match=f"{need:,} bytes"):
         Engine.load(four_rank_engine, memory=need - 1)
