@@ -42,10 +42,11 @@ class LoadOptions:
     random_weights: seed to draw weights with, for engines that have none; of several ranks, rank 0 then
     runs alone. memory: the most that
     the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
-    now. programs: makes what runs the steps in place of the folder's programs (then no native
-    code of the folder is opened). steps_per_replay: how many steps (tokens, or rounds of drafting)
-    a replay of decoding rows takes while no prompt waits; the same tokens come, in larger
-    portions. device_index: which of the GPUs that CUDA shows.
+    now; all ranks together on the CPU, each rank on its GPU. programs: makes what runs the steps in place
+    of the folder's programs (then no native code of the folder is opened). steps_per_replay: how many
+    steps (tokens, or rounds of drafting) a replay of decoding rows takes while no prompt waits; the same
+    tokens come, in larger portions. device_index: which of the GPUs that CUDA shows is rank 0's; the
+    other ranks have those behind it.
     """
 
     random_weights: int | None = None
@@ -62,15 +63,16 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
     if not _all_ranks(manifest, options):
         return _load(folder, manifest, options, timings, None)
     from inkling_engine.runtime.ranks import Ranks
-    from inkling_engine.runtime.seat import block_words
 
-    steps = options.steps_per_replay
-    ranks = Ranks(manifest.spec.tp, block_words(manifest), str(folder.absolute()), steps)
+    ranks = Ranks.spawn(manifest.spec.tp)
     try:
-        loaded = _load(folder, manifest, options, timings, ranks)
-        with timings.phase("ranks"):
-            ranks.require_ready()
-        return loaded
+        ranks.start(
+            str(folder.absolute()),
+            steps=options.steps_per_replay,
+            device=options.device_index,
+            memory=options.memory,
+        )
+        return _load(folder, manifest, options, timings, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -95,15 +97,15 @@ def _load(
             import torch
 
             from inkling_engine.runtime import binding, graphs
-        _require_device(manifest.spec.device, options.device_index)
+        ranks = manifest.spec.tp if seat else 1
+        _require_device(manifest.spec.device, options.device_index, 1 if follows else ranks)
         here = nullcontext() if name == "cpu" else torch.cuda.device(options.device_index)
         with here:
             if name != "cpu":
                 with timings.phase("context"):
                     torch.cuda.synchronize()
-            if not follows:
-                ranks = manifest.spec.tp if seat else 1  # on one machine
-                need = ranks * binding.total_bytes(manifest)
+            if name != "cpu" or not follows:  # the machine's memory is for all ranks
+                need = (ranks if name == "cpu" else 1) * binding.total_bytes(manifest)
                 _require_memory(need, options.memory, manifest.spec.device)
             torch.set_num_threads(manifest.spec.threads)
             values = _weights(folder, manifest, options, name, timings, seat)
@@ -151,8 +153,8 @@ def _weights(
     return values
 
 
-def _require_device(kind: str, index: int) -> None:
-    """Raise unless the engine's device is here, and number `index` of it."""
+def _require_device(kind: str, index: int, ranks: int) -> None:
+    """Raise unless the engine's device is here, number `index` of it and those of more ranks."""
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
@@ -162,6 +164,10 @@ def _require_device(kind: str, index: int) -> None:
     if not 0 <= index < count:
         expected = f"0 to {count - 1}, of {count} {kind} device(s)"
         raise UsageError("--device-index", index, expected, "choose one that is there")
+    if kind == "cuda" and index + ranks > count:
+        found = f"{count - index} of {count}, from --device-index {index} on"
+        remedy = "let CUDA_VISIBLE_DEVICES show more, or build with a smaller --tp"
+        raise UsageError("GPUs", found, f"{ranks}, one for each rank", remedy)
 
 
 def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
@@ -207,11 +213,10 @@ def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:
             "rank 0 of %d runs alone, without the sums over ranks: its tokens mean nothing", tp
         )
         return
-    if manifest.spec.device != "cpu" or options.programs:
-        what = "code of your own for its programs" if options.programs else "a GPU for each rank"
-        expected = "an engine for the CPU as it was built, or tp 1"
+    if options.programs:
+        found, expected = f"tp {tp}, with code of your own for its programs", "tp 1"
         remedy = "build with --tp 1, or measure one rank alone with --random-weights"
-        raise IncompatibleError("engine target", f"tp {tp}, with {what}", expected, remedy)
+        raise IncompatibleError("engine target", found, expected, remedy)
     if absent := sorted({*range(tp)} - {entry.rank for entry in manifest.weights}):
         found = f"no weights of rank {', '.join(map(str, absent))}"
         expected = f"those of ranks 0 to {tp - 1}"

@@ -18,16 +18,14 @@ from support.fake_step import run_oracle
 from support.leftovers import gone
 from support.rank_rig import manifest_of, open_engine
 
-from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.runtime import debug
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import DoesNotFitError, FailedError, UserError
-from inkling_engine.runtime.mirror import Mirror
+from inkling_engine.runtime.mirror import Copy, Mirror
 from inkling_engine.runtime.rank import Member
 from inkling_engine.runtime.rank_messages import Commands, Replay, Start
 from inkling_engine.runtime.ranks import Ranks
 from inkling_engine.runtime.sampling import SamplingParams
-from inkling_engine.runtime.seat import Blocks, open_memory
 
 pytestmark = pytest.mark.multi
 SPEC = manifest_of(2).spec
@@ -145,19 +143,20 @@ def test_ranks_end_with_rank_0(tmp_path: Path, signum: signal.Signals) -> None:
 def member() -> Iterator[Member]:
     """Rank 1 of 2 in this process, with a bucket `a` of eight bytes."""
     ours, theirs = Pipe()
-    memory = open_memory(exchange_words(0), 2)
-    start = Start(1, 2, exchange_words(0), "", 1)
-    one = Member(Commands(os.dup(theirs.fileno())), start, Blocks(memory, start.words, 2, 1))
-    os.close(memory)
-    mirror = Mirror(memoryview(bytearray(8)), memoryview(bytearray(8)))
-    one.replayer(cast(Any, None), {"a": mirror})
+    one = Member(Commands(os.dup(theirs.fileno())), Start(1, 2, ""))
+    one.replayer(cast(Any, None), {"a": _mirror()})
     with ours, theirs:
         yield one
 
 
+def _mirror() -> Mirror:
+    host, own = memoryview(bytearray(8)), memoryview(bytearray(8))
+    return Mirror(host, Copy(host, own))
+
+
 def _sent(data: bytes) -> Mirror:
     """Rank 0's end of bucket `a`, filled with `data`."""
-    mirror = Mirror(memoryview(bytearray(8)), memoryview(bytearray(8)))
+    mirror = _mirror()
     mirror.host[:] = data
     mirror.send()
     return mirror
