@@ -76,7 +76,7 @@ class GpuBlocks(Blocks):
     def meet(
         self, handles: Mapping[int, int], sockets: Mapping[int, int], pools: Mapping[str, Tensor]
     ) -> None:
-        """Map the blocks behind `handles`, which are closed, and fill `peers`."""
+        """Map the blocks behind `handles` and fill `peers`."""
         super().meet(handles, {}, pools)
         torch.cuda.synchronize(self._device)
 
@@ -119,8 +119,7 @@ class GpuBlocks(Blocks):
         self._require("import", code)
         none = ctypes.c_size_t(0), ctypes.c_void_p(0), ctypes.c_uint64(0)
         call("cuMemAddressReserve", ctypes.byref(address), size, *none)
-        code = attempt("cuMemMap", address, size, none[0], memory, none[2])
-        self._require("map", code)
+        call("cuMemMap", address, size, none[0], memory, none[2])
         self._mapped.append((address, size))
         call("cuMemRelease", memory)
         access = _Access(_Place(_ON_DEVICE, self._device.index), _READ_WRITE)

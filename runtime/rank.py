@@ -23,6 +23,7 @@ from inkling_engine.runtime.rank_messages import (
     REMEDY,
     Block,
     Commands,
+    Confirm,
     Digest,
     Digests,
     Failure,
@@ -74,13 +75,19 @@ class Member:
     def meet(self, pools: Mapping[str, Tensor]) -> None:
         """Exchange the blocks with all ranks, by way of rank 0."""
         handle = self.blocks.share(pools)
-        self._commands.answer(Block(), [handle])
-        os.close(handle)
+        try:
+            self._commands.answer(Block(), [handle])
+        finally:
+            os.close(handle)
         command = self._commands.next()
         assert isinstance(command, Peers), f"{command} before the first replay"
         others = [rank for rank in range(self.start.world) if rank != self.rank]
         handles = dict(zip(others, self._commands.handles(len(others)), strict=True))
-        self.blocks.meet(handles, {0: self._commands.fileno()}, pools)
+        try:
+            self.blocks.meet(handles, {0: self._commands.fileno()}, pools)
+        finally:
+            for handle in handles.values():
+                os.close(handle)
 
     def replayer(self, local: Replayer, mirrors: Mapping[str, Mirror]) -> Replayer:
         """This rank leads nobody."""
@@ -112,10 +119,13 @@ class Member:
         ended: Callable[[], None] | None = None
         while (missing := self.blocks.missing()) is None:
             command = self._commands.next()
+            if ended and isinstance(command, Digest | Confirm):
+                ended()
             if isinstance(command, Digest):
-                if ended:
-                    ended()
                 self._commands.answer(Digests(loaded.pool.replicated()))
+            elif isinstance(command, Confirm):
+                if self.blocks.missing() is None:
+                    self._commands.answer(Ready())
             elif isinstance(command, Replay):
                 self._require_same(command)
                 ended = loaded.replayer.replay(command.program, command.steps)

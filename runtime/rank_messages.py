@@ -53,12 +53,16 @@ class Digest(msgspec.Struct, tag=True, frozen=True):
     """Rank 0: tell the digests of your replicated pools, once all replays have ended."""
 
 
+class Confirm(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: wait for all replays so far; say that you are ready, if they had the parts of all ranks."""
+
+
 class Block(msgspec.Struct, tag=True, frozen=True):
     """A rank: all programs are warm; a descriptor of the exchange block follows."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A rank: loaded, waiting for replays."""
+    """A rank: waiting for replays."""
 
 
 class Digests(msgspec.Struct, tag=True, frozen=True):
@@ -98,7 +102,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
         return kind(self.field, self.found, self.expected, self.remedy)
 
 
-Command = Start | Proceed | Peers | Replay | Digest
+Command = Start | Proceed | Peers | Replay | Digest | Confirm
 Answer = Block | Ready | Digests | Left | Failure
 
 

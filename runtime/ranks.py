@@ -34,6 +34,7 @@ from inkling_engine.runtime.rank_messages import (
     Answer,
     Block,
     Command,
+    Confirm,
     Digest,
     Digests,
     Failure,
@@ -52,7 +53,8 @@ from inkling_engine.runtime.seat import POOL, Blocks, open_blocks
 
 MODULE = "inkling_engine.runtime.rank"
 _GRACE = 2.0  # seconds in which ranks say what happened, or end by themselves
-_PATIENCE = 5  # seconds for which a rank may leave its commands unread, where the socket is full
+_LATE = 1.0  # seconds of a replay after which another rank may have given up waiting for this one
+_PATIENCE = 5  # seconds in which a rank must read its commands, and answer those that wait for it
 _Kind = TypeVar("_Kind", bound=Answer)
 
 
@@ -119,18 +121,14 @@ class Ranks:
         """Exchange the blocks with all ranks, and wait until they have loaded."""
         handles = {0: self.blocks.share(pools)}
         try:
-            self._answers(Block)
-            for rank, connection in self._sockets.items():
-                handles[rank] = receive_handles(connection, 1)[0]
-            for rank, connection in self._sockets.items():
-                self._send(rank, Peers())
-                send_handles(connection, [handles[r] for r in sorted(handles) if r != rank])
+            self._swap(handles)
+            lives = {rank: connection.fileno() for rank, connection in self._sockets.items()}
+            self.blocks.meet({r: one for r, one in handles.items() if r}, lives, pools)
         except (EOFError, OSError):
             raise self._fail() from None
         finally:
-            os.close(handles.pop(0))
-        lives = {rank: connection.fileno() for rank, connection in self._sockets.items()}
-        self.blocks.meet(handles, lives, pools)
+            for handle in handles.values():
+                os.close(handle)
         self._answers(Ready)
 
     def replayer(self, local: Replayer, mirrors: Mapping[str, Mirror]) -> Replayer:
@@ -162,21 +160,36 @@ class Ranks:
         if self._failure:
             raise self._failure
 
-    def check(self) -> None:
-        """Raise a UserError if a replay did not have the parts of all ranks."""
+    def check(self, seconds: float) -> None:
+        """Raise a UserError if a replay, which took so long, did not have the parts of all ranks."""
         if self.blocks.missing() is not None:
             raise self._fail()
+        if seconds > _LATE:
+            self.send(Confirm())
+            self._answers(Ready, _PATIENCE)
 
     def close(self) -> None:
         """End all ranks, whatever they do. Twice does no harm."""
         self._end()
 
-    def _answers(self, kind: type[_Kind]) -> list[_Kind]:
-        """The next answer of every rank, each a `kind`."""
+    def _swap(self, handles: dict[int, int]) -> None:
+        """Add the other ranks' descriptors, by rank, and give to each those of the others."""
+        self._answers(Block)
+        for rank, connection in self._sockets.items():
+            handles[rank] = receive_handles(connection, 1)[0]
+        for rank, connection in self._sockets.items():
+            self._send(rank, Peers())
+            send_handles(connection, [handles[r] for r in sorted(handles) if r != rank])
+
+    def _answers(self, kind: type[_Kind], patience: float | None = None) -> list[_Kind]:
+        """The next answer of every rank, each a `kind`, and the next one within `patience` seconds."""
         found: dict[int, _Kind] = {}
         waiting = {connection: rank for rank, connection in self._sockets.items()}
         while waiting:
-            for connection in wait(list(waiting)):
+            ready = wait(list(waiting), patience)
+            if not ready:
+                raise self._fail(stuck=min(waiting.values()))
+            for connection in ready:
                 assert isinstance(connection, Connection)
                 answer = _read(connection)
                 if not isinstance(answer, kind):
@@ -239,14 +252,14 @@ class Together:
 
     def replay(self, name: str, steps: int) -> Callable[[], None]:
         """Begin a replay on all ranks; what is returned waits for rank 0's results."""
-        mirror = self._mirrors[name]
+        mirror, began = self._mirrors[name], time.monotonic()
         self._ranks.send(Replay(name, steps, self._step, mirror.news(), mirror.digest))
         self._step += steps
         ended = self._local.replay(name, steps)
 
         def end() -> None:
             ended()
-            self._ranks.check()
+            self._ranks.check(time.monotonic() - began)
 
         return end
 

@@ -74,11 +74,10 @@ class Blocks:
     def meet(
         self, handles: Mapping[int, int], sockets: Mapping[int, int], pools: Mapping[str, Tensor]
     ) -> None:
-        """Map the blocks behind `handles`, which are closed, and fill `peers`. `sockets` are
-        descriptors that hang up when a rank's process ends. All by rank."""
+        """Map the blocks behind `handles` and fill `peers`. `sockets` are descriptors that hang up when
+        a rank's process ends. All by rank."""
         for rank, handle in handles.items():
             self.all[rank] = self._map(handle)
-            os.close(handle)
             self._require_owner(rank)
         for rank, block in self.all.items():
             pools["peers"][rank] = block.data_ptr()

@@ -128,17 +128,25 @@ def test_one_rank_of_several_opens_to_be_measured(
             engine.generate([30], bias)
 
 
-def test_all_ranks_need_their_weights_and_a_cpu_engine(folder: Path) -> None:
+def test_all_ranks_need_their_weights(folder: Path) -> None:
     spec = msgspec.structs.replace(SPEC, tp=3)
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
     with pytest.raises(
         UsageError, match=r"no weights of rank 1, 2; expected those of ranks 0 to 2"
     ):
         Engine.load(folder)
-    other = msgspec.structs.replace(spec, device="cuda")
-    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=other))
-    with pytest.raises(IncompatibleError, match="tp 3, with a GPU for each rank"):
-        Engine.load(folder)
+
+
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    loader._require_device("cuda", 2, 2)
+    with pytest.raises(
+        UsageError, match=r"GPUs: found 1 of 4, from --device-index 3 on; expected 2"
+    ):
+        loader._require_device("cuda", 3, 2)
+    with pytest.raises(UsageError, match="--device-index: found 4"):
+        loader._require_device("cuda", 4, 1)
 
 
 def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
