@@ -93,6 +93,26 @@ def test_a_rank_in_trouble_ends_the_run_and_is_named(
             engine.generate(PROMPTS, LONG)
 
 
+def test_results_without_a_part_of_this_rank_are_not_handed_out(tmp_path: Path) -> None:
+    """Rank 1 gives up waiting for rank 0, which then finds the parts of all."""
+    engine, ranks = open_engine(2, tmp_path, "0 4 late", 500)
+    with engine:
+        engine.submit(PROMPTS[0], LONG)
+        for _ in range(3):
+            engine.step()
+        with pytest.raises(FailedError, match="rank 0: found waited for in vain"):
+            engine.step()
+        assert all(gone(pid) for pid in pids(ranks))
+
+
+def test_a_rank_that_reads_no_commands_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inkling_engine.runtime.ranks._PATIENCE", 1)
+    ours, theirs = Pipe()
+    with theirs, pytest.raises(FailedError, match="rank 1: found waited for in vain"):
+        Ranks({1: ours}).send(Replay("a", 1, 0, bytes(1 << 22), 0))
+    assert ours.closed
+
+
 def test_a_rank_that_dies_between_steps_is_noticed(tmp_path: Path) -> None:
     engine, ranks = open_engine(2, tmp_path)
     with engine:

@@ -81,6 +81,8 @@ class RankStep(FakeStep):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self._how == "raise":
             raise ValueError("the seventh seal")
+        elif self._how == "late":
+            time.sleep(1.5)
         elif self._how == "differ":
             self.bound[name]["pools.request_state"][1, table.GENERATED] += 1
         else:
