@@ -25,6 +25,7 @@ from support.leftovers import gone
 from support.prompts import python_prompts
 
 from inkling_engine.runtime import Engine, SamplingParams, debug
+from inkling_engine.runtime.binding import total_bytes
 from inkling_engine.runtime.errors import DoesNotFitError, FailedError
 from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.ranks import Ranks
@@ -110,7 +111,7 @@ def test_two_ranks_give_what_one_gives(
 def test_ranks_agree_after_every_step_and_a_second_run_has_the_same_bits(engine: Engine) -> None:
     engine.overlap, engine.scheduler.steps = False, 1
 
-    def observe(plan: Plan, began: float, ended: float, count: int) -> None:
+    def observe(plan: Plan, began: float, ended: float, tokens: int) -> None:
         own, other = debug.rank_digests(engine)
         assert {name for name in own if own[name] != other[name]} == set()
 
@@ -201,7 +202,7 @@ def test_an_interrupted_engine_closes_and_gives_its_memory_back(engines: Path) -
         opened.submit(PROMPTS[2], GREEDY)
         for _ in range(3):
             opened.step()
-        ranks_of(opened).send = _interrupt  # type: ignore[method-assign, assignment]
+        ranks_of(opened).send = _interrupt  # type: ignore[method-assign]
         opened.step()
     assert [process.returncode for process in processes.values()] == [0]
     assert torch.cuda.mem_get_info(1)[0] >= before
@@ -212,8 +213,12 @@ def _interrupt(command: object) -> None:
 
 
 def test_each_ranks_own_gpu_must_have_room(engines: Path) -> None:
+    torch.cuda.synchronize(1)
     free = torch.cuda.mem_get_info(1)[0]
-    taken = torch.empty(free - (600 << 20), dtype=torch.uint8, device="cuda:1")
+    with Engine.load(engines / "two") as opened:
+        used = free - torch.cuda.mem_get_info(1)[0]
+        need = total_bytes(opened.manifest)
+    taken = torch.empty(free - used + need // 2, dtype=torch.uint8, device="cuda:1")
     try:
         with pytest.raises(DoesNotFitError, match="rank 1: memory"):
             Engine.load(engines / "two")
