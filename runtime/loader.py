@@ -88,7 +88,8 @@ def load_rank(folder: Path, options: LoadOptions, seat: Seat) -> Loaded:
 def _load(
     folder: Path, manifest: Manifest, options: LoadOptions, timings: Timings, seat: Seat | None
 ) -> Loaded:
-    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{options.device_index}"
+    index = options.device_index + (seat.rank if seat else 0)
+    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{index}"
     follows = seat is not None and seat.rank > 0
     known = follows or (not debug.active() and probe.remembers(manifest))
     child = None if options.programs or known else probe.start(folder, name)
@@ -98,8 +99,8 @@ def _load(
 
             from inkling_engine.runtime import binding, graphs
         ranks = manifest.spec.tp if seat else 1
-        _require_device(manifest.spec.device, options.device_index, 1 if follows else ranks)
-        here = nullcontext() if name == "cpu" else torch.cuda.device(options.device_index)
+        _require_device(manifest.spec.device, options.device_index, ranks)
+        here = nullcontext() if name == "cpu" else torch.cuda.device(index)
         with here:
             if name != "cpu":
                 with timings.phase("context"):

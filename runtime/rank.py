@@ -185,7 +185,7 @@ def _load(start: Start, member: Member) -> Loaded:
     options = LoadOptions(
         memory=start.memory,
         steps_per_replay=start.steps_per_replay,
-        device_index=start.device_index + start.rank,
+        device_index=start.device_index,
     )
     return load_rank(Path(start.folder), options, member)
 
