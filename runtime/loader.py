@@ -45,15 +45,15 @@ class LoadOptions:
     now; all ranks together on the CPU, each rank on its GPU. programs: makes what runs the steps in place
     of the folder's programs (then no native code of the folder is opened). steps_per_replay: how many
     steps (tokens, or rounds of drafting) a replay of decoding rows takes while no prompt waits; the same
-    tokens come, in larger portions. device_index: which of the GPUs that CUDA shows is rank 0's; the
-    other ranks have those behind it.
+    tokens come, in larger portions. device_index: which of the GPUs that CUDA shows; of several ranks
+    rank 0's, with those behind it for the others, or one for each rank, the same again if wanted.
     """
 
     random_weights: int | None = None
     memory: float | None = None
     programs: RunnerFactory | None = None
     steps_per_replay: int = 1
-    device_index: int = 0
+    device_index: int | tuple[int, ...] = 0
 
 
 def load(folder: Path, options: LoadOptions) -> Loaded:
@@ -88,7 +88,8 @@ def load_rank(folder: Path, options: LoadOptions, seat: Seat) -> Loaded:
 def _load(
     folder: Path, manifest: Manifest, options: LoadOptions, timings: Timings, seat: Seat | None
 ) -> Loaded:
-    index = options.device_index + (seat.rank if seat else 0)
+    indices = _indices(options, manifest.spec.tp if seat else 1)
+    index = indices[seat.rank if seat else 0]
     name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{index}"
     follows = seat is not None and seat.rank > 0
     known = follows or (not debug.active() and probe.remembers(manifest))
@@ -98,15 +99,15 @@ def _load(
             import torch
 
             from inkling_engine.runtime import binding, graphs
-        ranks = manifest.spec.tp if seat else 1
-        _require_device(manifest.spec.device, options.device_index, ranks)
+        _require_devices(manifest.spec.device, indices)
         here = nullcontext() if name == "cpu" else torch.cuda.device(index)
         with here:
             if name != "cpu":
                 with timings.phase("context"):
                     torch.cuda.synchronize()
             if name != "cpu" or not follows:  # the machine's memory is for all ranks
-                need = (ranks if name == "cpu" else 1) * binding.total_bytes(manifest)
+                sharing = len(indices) if name == "cpu" else indices.count(index)
+                need = sharing * binding.total_bytes(manifest)
                 _require_memory(need, options.memory, manifest.spec.device)
             torch.set_num_threads(manifest.spec.threads)
             values = _weights(folder, manifest, options, name, timings, seat)
@@ -154,21 +155,29 @@ def _weights(
     return values
 
 
-def _require_device(kind: str, index: int, ranks: int) -> None:
-    """Raise unless the engine's device is here, number `index` of it and those of more ranks."""
+def _indices(options: LoadOptions, ranks: int) -> tuple[int, ...]:
+    """The number of each rank's device."""
+    given = options.device_index
+    found = tuple(range(given, given + ranks)) if isinstance(given, int) else given
+    if len(found) != ranks:
+        expected = f"one number, or one for each of {ranks} rank(s)"
+        raise UsageError("--device-index", found, expected, "correct the list")
+    return found
+
+
+def _require_devices(kind: str, indices: tuple[int, ...]) -> None:
+    """Raise unless the engine's device is here, and these numbers of it."""
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
         remedy = "run it where an NVIDIA GPU and its driver are"
         raise IncompatibleError("device", "no usable CUDA device", "a GPU", remedy)
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    if not 0 <= index < count:
+    count = torch.cuda.device_count() if kind == "cuda" else len(indices)
+    if bad := [index for index in indices if not 0 <= index < count]:
+        found = f"{bad[0]}, of {len(indices)} rank(s) with one device each"
         expected = f"0 to {count - 1}, of {count} {kind} device(s)"
-        raise UsageError("--device-index", index, expected, "choose one that is there")
-    if kind == "cuda" and index + ranks > count:
-        found = f"{count - index} of {count}, from --device-index {index} on"
-        remedy = "let CUDA_VISIBLE_DEVICES show more, or build with a smaller --tp"
-        raise UsageError("GPUs", found, f"{ranks}, one for each rank", remedy)
+        remedy = "choose one for each rank, or build with a smaller --tp"
+        raise UsageError("--device-index", found, expected, remedy)
 
 
 def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:

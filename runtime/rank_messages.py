@@ -19,14 +19,13 @@ REMEDY = "load the engine again; a batch job that is run again goes on where it 
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0: who you are, of how many, and what to load, with rank 0's options. Rank r has the GPU
-    number `device_index` + r."""
+    """Rank 0: who you are, of how many, and what to load, with rank 0's options."""
 
     rank: int
     world: int
     folder: str
     steps_per_replay: int = 1
-    device_index: int = 0
+    device_index: int | tuple[int, ...] = 0
     memory: float | None = None
 
 

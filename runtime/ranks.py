@@ -101,7 +101,12 @@ class Ranks:
         return self._blocks[0]
 
     def start(
-        self, folder: str, *, steps: int = 1, device: int = 0, memory: float | None = None
+        self,
+        folder: str,
+        *,
+        steps: int = 1,
+        device: int | tuple[int, ...] = 0,
+        memory: float | None = None,
     ) -> None:
         """Let all ranks load `folder`; see `LoadOptions` for the rest."""
         world = 1 + len(self._sockets)
