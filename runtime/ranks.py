@@ -52,7 +52,7 @@ from inkling_engine.runtime.replay import Replayer
 from inkling_engine.runtime.seat import POOL, Blocks, open_blocks
 
 MODULE = "inkling_engine.runtime.rank"
-_GRACE = 2.0  # seconds in which ranks say what happened, or end by themselves
+_WORD, _GRACE = 1.0, 2.0  # seconds in which ranks say what happened, and end by themselves
 _LATE = 1.0  # seconds of a replay after which another rank may have given up waiting for this one
 _PATIENCE = 5  # seconds in which a rank must read its commands, and answer those that wait for it
 _Kind = TypeVar("_Kind", bound=Answer)
@@ -222,7 +222,7 @@ class Ranks:
 
     def _cause(self, said: dict[int, Answer | None], stuck: int | None) -> UserError:
         """Ask around for a while which rank erred or died; else it is the one that was waited for."""
-        until = time.monotonic() + _GRACE
+        until = time.monotonic() + _WORD
         while not any(answer is None or isinstance(answer, Failure) for answer in said.values()):
             silent = {one: rank for rank, one in self._sockets.items() if rank not in said}
             ready = wait(list(silent), max(0.0, until - time.monotonic()))
@@ -239,7 +239,7 @@ class Ranks:
         if failures:
             return failures[0]
         if dead:
-            found = _exit_status(self.processes[dead[0]])
+            found = _exit_status(self.processes.get(dead[0]))
             return FailedError(f"rank {dead[0]}", found, "a rank that goes on", REMEDY)
         missing = self.blocks.missing() if self._blocks else None
         blamed = next(rank for rank in (missing, *left, stuck) if rank is not None)
@@ -293,8 +293,10 @@ def _read(connection: Connection) -> Answer | None:
         return None
 
 
-def _exit_status(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended whose socket is closed."""
+def _exit_status(process: subprocess.Popen[bytes] | None) -> str:
+    """How a process ended whose socket is closed, if this one started it."""
+    if process is None:
+        return "hung up"
     try:
         code = process.wait(_GRACE)
     except subprocess.TimeoutExpired:
