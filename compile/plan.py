@@ -147,11 +147,6 @@ def require_buildable(plan: Plan) -> None:
             expected = "a GPU, or at least a CUDA build of torch"
             remedy = "install one, add --dry-run, or build a CPU engine with --device cpu"
             raise UsageError("--device", found, expected, remedy)
-        if spec.tp != 1 and plan.ranks:
-            found = f"{spec.tp} for a CUDA engine with weights"
-            expected = "1: the ranks of a CUDA engine cannot reach one another in this version"
-            remedy = "use --tp 1 or --device cpu, or build a preset's programs without weights"
-            raise UsageError("--tp", found, expected, remedy)
     require_fit(spec, plan.bill)
 
 

@@ -1,7 +1,7 @@
 """How ranks exchange data inside an op: the block, the sequence, publishing and waiting.
 
-Each rank has one block of int64 words that the others can address: CONTROL words (the error word
-and a limit), FLAGS sequence flags, and two halves of data. A collective numbered `call` out of the
+Each rank has one block of int64 words that the others can address: CONTROL words (the error word,
+a limit, 1 + its rank), FLAGS sequence flags, and two halves of data. A collective numbered `call` out of the
 `calls` of a program has the sequence step_counter[0] * calls + call + 1, the same on all ranks; it
 uses half sequence % 2. A rank writes its part, then its flag, then waits until the other ranks' flags
 have come as far, and reads their parts. So nobody writes what a slow rank still reads: who
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 CONTROL = 32  # words
 FLAGS = 256  # a launch of more programs than that does not wait
 HEADER = CONTROL + FLAGS
-ERROR, LIMIT, LIFE = 0, 1, 8  # words of the control part; LIFE is one a rank
-LIMIT_MS = 20_000
+ERROR, LIMIT, OWNER, LIFE = 0, 1, 2, 8  # words of the control part; LIFE is one a rank
+LIMIT_MS = 5_000
 WORD = 8  # bytes
 ALIGNMENT = 32  # words, of a half
 ABSENT_LOGIT = -1e30

@@ -74,7 +74,7 @@ class Engine:
         memory: float | None = None,
         programs: RunnerFactory | None = None,
         steps_per_replay: int = 1,
-        device_index: int = 0,
+        device_index: int | tuple[int, ...] = 0,
         alone: bool = False,
         prefix_cache: bool = True,
     ) -> Self:

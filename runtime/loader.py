@@ -41,19 +41,21 @@ class LoadOptions:
     """Choices of a load.
 
     random_weights: seed to draw weights with, for engines that have none; all ranks draw shares of one
-    model. memory: the most that the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
-    now. programs: makes what runs the steps in place of the folder's programs (then no native
-    code of the folder is opened). steps_per_replay: how many steps (tokens, or rounds of drafting)
-    a replay of decoding rows takes while no prompt waits; the same tokens come, in larger
-    portions. device_index: which of the GPUs that CUDA shows. alone: rank 0 of several runs without
-    the others, to be measured: what it says means nothing.
+    model. memory: the most that
+    the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
+    now; all ranks together on the CPU, each rank on its GPU. programs: makes what runs the steps in place
+    of the folder's programs (then no native code of the folder is opened). steps_per_replay: how many
+    steps (tokens, or rounds of drafting) a replay of decoding rows takes while no prompt waits; the same
+    tokens come, in larger portions. device_index: which of the GPUs that CUDA shows; of several ranks
+    rank 0's, with those behind it for the others, or one for each rank, the same again if wanted.
+    alone: rank 0 of several runs without the others, to be measured: what it says means nothing.
     """
 
     random_weights: int | None = None
     memory: float | None = None
     programs: RunnerFactory | None = None
     steps_per_replay: int = 1
-    device_index: int = 0
+    device_index: int | tuple[int, ...] = 0
     alone: bool = False
 
 
@@ -64,16 +66,17 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
     if not _all_ranks(manifest, options):
         return _load(folder, manifest, options, timings, None)
     from inkling_engine.runtime.ranks import Ranks
-    from inkling_engine.runtime.seat import block_words
 
-    steps = options.steps_per_replay
-    drawn = options.random_weights
-    ranks = Ranks(manifest.spec.tp, block_words(manifest), str(folder.absolute()), steps, drawn)
+    ranks = Ranks.spawn(manifest.spec.tp)
     try:
-        loaded = _load(folder, manifest, options, timings, ranks)
-        with timings.phase("ranks"):
-            ranks.require_ready()
-        return loaded
+        ranks.start(
+            str(folder.absolute()),
+            steps=options.steps_per_replay,
+            device=options.device_index,
+            memory=options.memory,
+            drawn=options.random_weights,
+        )
+        return _load(folder, manifest, options, timings, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -90,7 +93,9 @@ def load_rank(folder: Path, options: LoadOptions, seat: Seat) -> Loaded:
 def _load(
     folder: Path, manifest: Manifest, options: LoadOptions, timings: Timings, seat: Seat | None
 ) -> Loaded:
-    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{options.device_index}"
+    indices = _indices(options, manifest.spec.tp if seat else 1)
+    index = indices[seat.rank if seat else 0]
+    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{index}"
     follows = seat is not None and seat.rank > 0
     known = follows or (not debug.active() and probe.remembers(manifest))
     child = None if options.programs or known else probe.start(folder, name)
@@ -99,15 +104,15 @@ def _load(
             import torch
 
             from inkling_engine.runtime import binding, graphs
-        _require_device(manifest.spec.device, options.device_index)
-        here = nullcontext() if name == "cpu" else torch.cuda.device(options.device_index)
+        _require_devices(manifest.spec.device, indices)
+        here = nullcontext() if name == "cpu" else torch.cuda.device(index)
         with here:
             if name != "cpu":
                 with timings.phase("context"):
                     torch.cuda.synchronize()
-            if not follows:
-                ranks = manifest.spec.tp if seat else 1  # on one machine
-                need = ranks * sum(planned(manifest).values())
+            if name != "cpu" or not follows:  # the machine's memory is for all ranks
+                sharing = len(indices) if name == "cpu" else indices.count(index)
+                need = sharing * sum(planned(manifest).values())
                 _require_memory(need, options.memory, manifest.spec.device)
             torch.set_num_threads(manifest.spec.threads)
             values = _weights(folder, manifest, options, name, timings, seat)
@@ -155,17 +160,29 @@ def _weights(
     return values
 
 
-def _require_device(kind: str, index: int) -> None:
-    """Raise unless the engine's device is here, and number `index` of it."""
+def _indices(options: LoadOptions, ranks: int) -> tuple[int, ...]:
+    """The number of each rank's device."""
+    given = options.device_index
+    found = tuple(range(given, given + ranks)) if isinstance(given, int) else given
+    if len(found) != ranks:
+        expected = f"one number, or one for each of {ranks} rank(s)"
+        raise UsageError("--device-index", found, expected, "correct the list")
+    return found
+
+
+def _require_devices(kind: str, indices: tuple[int, ...]) -> None:
+    """Raise unless the engine's device is here, and these numbers of it."""
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
         remedy = "run it where an NVIDIA GPU and its driver are"
         raise IncompatibleError("device", "no usable CUDA device", "a GPU", remedy)
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    if not 0 <= index < count:
+    count = torch.cuda.device_count() if kind == "cuda" else len(indices)
+    if bad := [index for index in indices if not 0 <= index < count]:
+        found = f"{bad[0]}, of {len(indices)} rank(s) with one device each"
         expected = f"0 to {count - 1}, of {count} {kind} device(s)"
-        raise UsageError("--device-index", index, expected, "choose one that is there")
+        remedy = "choose one for each rank, or build with a smaller --tp"
+        raise UsageError("--device-index", found, expected, remedy)
 
 
 def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
@@ -211,11 +228,10 @@ def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:
             "rank 0 of %d runs alone, without the sums over ranks: its tokens mean nothing", tp
         )
         return
-    if manifest.spec.device != "cpu" or options.programs:
-        what = "code of your own for its programs" if options.programs else "a GPU for each rank"
-        expected = "an engine for the CPU as it was built, or tp 1"
+    if options.programs:
+        found, expected = f"tp {tp}, with code of your own for its programs", "tp 1"
         remedy = "build with --tp 1, or measure one rank with --alone"
-        raise IncompatibleError("engine target", f"tp {tp}, with {what}", expected, remedy)
+        raise IncompatibleError("engine target", found, expected, remedy)
     absent = sorted({*range(tp)} - {entry.rank for entry in manifest.weights})
     if absent and options.random_weights is None:
         found = f"no weights of rank {', '.join(map(str, absent))}"

@@ -129,17 +129,25 @@ def test_one_rank_of_several_opens_to_be_measured(
             engine.generate([30], bias)
 
 
-def test_all_ranks_need_their_weights_and_a_cpu_engine(folder: Path) -> None:
+def test_all_ranks_need_their_weights(folder: Path) -> None:
     spec = msgspec.structs.replace(SPEC, tp=3)
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
     with pytest.raises(
         UsageError, match=r"no weights of rank 1, 2; expected those of ranks 0 to 2"
     ):
         Engine.load(folder)
-    other = msgspec.structs.replace(spec, device="cuda")
-    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=other))
-    with pytest.raises(IncompatibleError, match="tp 3, with a GPU for each rank"):
-        Engine.load(folder)
+
+
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for given, indices in ((2, (2, 3)), ((1, 1), (1, 1))):
+        assert loader._indices(loader.LoadOptions(device_index=given), 2) == indices
+        loader._require_devices("cuda", indices)
+    with pytest.raises(UsageError, match="found 4, of 2 .* expected 0 to 3, of 4 cuda"):
+        loader._require_devices("cuda", (3, 4))
+    with pytest.raises(UsageError, match=r"found \(1, 1\); expected .* each of 3 rank"):
+        loader._indices(loader.LoadOptions(device_index=(1, 1)), 3)
 
 
 def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
@@ -293,7 +301,7 @@ def test_a_failed_probe_and_a_cache_that_cannot_be_written_leave_no_mark(
 def test_a_device_that_is_not_there_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "found 1; expected 0 to 0" in _refused(folder, UsageError, device_index=1)
+    assert "expected 0 to 0, of 1 cpu device" in _refused(folder, UsageError, device_index=1)
     spec = msgspec.structs.replace(SPEC, device="cuda")
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -127,6 +128,34 @@ def test_a_rank_that_dies_inside_a_step_is_named(four_rank_engine: Path) -> None
             while not all(request.finished for request in requests):
                 engine.step()
         assert all(gone(pid) for pid in left)
+
+
+SUSPENDED = """
+import sys, time
+from inkling_engine.kernels._exchange import LIMIT
+from inkling_engine.runtime import Engine, SamplingParams
+with Engine.load(sys.argv[1]) as engine:
+    for block in engine.pool.seat.blocks.all.values():
+        block[LIMIT] = 500
+    print(*(process.pid for process in engine.pool.seat.processes.values()), flush=True)
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        engine.generate([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
+"""
+
+
+def test_ranks_that_were_all_suspended_go_on(four_rank_engine: Path) -> None:
+    """For longer than a rank may be late."""
+    command = [sys.executable, "-c", SUSPENDED, str(four_rank_engine)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as lead:
+        assert lead.stdout is not None and lead.stderr is not None
+        ranks = [lead.pid, *map(int, lead.stdout.readline().split())]
+        time.sleep(0.5)
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in ranks:
+                os.kill(pid, signum)
+            time.sleep(2)
+        assert lead.wait() == 0, lead.stderr.read()
 
 
 def test_a_job_whose_rank_was_killed_goes_on(four_rank_engine: Path, tmp_path: Path) -> None:
