@@ -32,20 +32,28 @@ CONTROL = 32  # words
 FLAGS = 256  # a launch of more programs than that does not wait
 HEADER = CONTROL + FLAGS
 ERROR, LIMIT, OWNER, LIFE = 0, 1, 2, 8  # words of the control part; LIFE is one a rank
-LIMIT_MS = 5_000
+LIMIT_MS, GPU_LIMIT_MS = 5_000, 5_000
 WORD = 8  # bytes
-ALIGNMENT = 32  # words, of a half
+ALIGNMENT = 32  # words, of a half or a slot
+MOST_PUSHED = 1 << 18  # words of a slot: 2 MiB
 ABSENT_LOGIT = -1e30
 
 
-def exchange_words(part_bytes: int) -> int:
-    """Words of a block whose calls publish at most `part_bytes` each."""
-    return HEADER + 2 * (-(-part_bytes // (WORD * ALIGNMENT)) * ALIGNMENT)
+def exchange_words(part_bytes: int, pushers: int = 0) -> int:
+    """Words of a block whose calls give at most `part_bytes` each; `pushers` ranks push to it."""
+    half = -(-part_bytes // (WORD * ALIGNMENT)) * ALIGNMENT
+    return HEADER + 2 * (half + pushers * min(half, MOST_PUSHED))
 
 
-def half_words(words: int) -> int:
+def slot_words(words: int, pushers: int) -> int:
+    """Words of each rank's slots in a block of `words` words."""
+    return min(MOST_PUSHED, (words - HEADER) // 2 // (1 + pushers) // ALIGNMENT * ALIGNMENT)
+
+
+def half_words(words: int, pushers: int = 0) -> int:
     """Words of each half of a block of `words` words."""
-    return (words - HEADER) // 2 // ALIGNMENT * ALIGNMENT
+    both = (words - HEADER) // 2 - pushers * slot_words(words, pushers)
+    return both // ALIGNMENT * ALIGNMENT
 
 
 def all_parts(

@@ -20,16 +20,18 @@ from inkling_engine.kernels._exchange import (
     CONTROL,
     ERROR,
     FLAGS,
+    GPU_LIMIT_MS,
     HEADER,
     LIMIT,
-    LIMIT_MS,
+    WORD,
     half_words,
+    slot_words,
 )
 from inkling_engine.kernels._triton import COMPILED, follow, launchable
 from inkling_engine.kernels.rmsnorm.triton_kernel import row_config
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
-_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS)
+_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(GPU_LIMIT_MS)
 TRIES = tl.constexpr(64)  # polls between two looks at the clock
 
 
@@ -86,6 +88,105 @@ def meet(peers, exchange, own, sequence, WORLD: tl.constexpr):
             flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + program
             given |= arrived(exchange, flag, sequence, r).to(tl.int32) << r
     return given
+
+
+@triton.jit
+def slot_at(block, sequence, source, kind: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
+    SLOT: tl.constexpr,
+):  # fmt: skip
+    """Pointer to the slot of rank `source` in the block at the address `block`, elements as wide as
+    those of type `kind`."""
+    line = (sequence & 1) * WORLD + source
+    at = block + (_HEADER + 2 * HALF + line * SLOT) * 8
+    if kind.primitive_bitwidth == 16:
+        return tl.multiple_of(at.to(tl.pointer_type(tl.int16)), 16)
+    else:
+        return tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def push(
+    values, at, mask, peers, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
+    SLOT: tl.constexpr,
+):  # fmt: skip
+    """Write `values` at the elements `at` of this rank's slot in every other block. No element has
+    zero bits: the receiver knows by them what has come. A zero is sent as -0, which adds the same."""
+    if values.dtype.primitive_bitwidth == 16:
+        bits = values.to(tl.int16, bitcast=True)
+        bits = tl.where(bits == 0, -(2**15), bits).to(tl.int16)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = tl.where(bits == 0, -(2**31), bits).to(tl.int32)
+    for r in tl.static_range(WORLD):
+        block = tl.load(peers + r)
+        if (block != 0) & (r != own):
+            slot = slot_at(block, sequence, own, values.dtype, WORLD, HALF, SLOT)
+            tl.store(slot + at, bits, mask)
+
+
+@triton.jit
+def missing_of(bits):
+    """How many elements have not come; all threads learn the same."""
+    return tl.sum((bits == 0).to(tl.int32))
+
+
+@triton.jit
+def take(exchange, slot, mask, r):
+    """What rank r has pushed to `slot` (pointers), once all has come; zeros, and noted, when time is
+    over. The slot is then clean. All threads leave together, so whoever cleans has not to read."""
+    bits = tl.load(slot, mask, other=1, volatile=True)
+    missing = missing_of(bits)
+    if missing != 0:
+        polls = tl.full((), 0, tl.int32)
+        begin = nanoseconds(polls)
+        failed = tl.full((), 0, tl.int64)
+        while (missing != 0) & (failed == 0):
+            stop = polls + TRIES
+            while (missing != 0) & (polls < stop):
+                bits = tl.load(slot, mask, other=1, volatile=True)
+                missing = missing_of(bits)
+                polls += 1
+            limit = tl.load(exchange + _LIMIT)
+            late = nanoseconds(polls) - begin > tl.where(limit == 0, _LIMIT_MS, limit) * 1000000
+            noted = tl.where(late & (missing != 0), r + 1, 0).to(tl.int64)
+            failed = tl.atomic_cas(exchange + _ERROR, tl.full((), 0, tl.int64), noted)
+    tl.store(slot, tl.zeros_like(bits), mask)
+    return tl.where(missing == 0, bits, 0).to(bits.dtype)
+
+
+@triton.jit
+def total(
+    values, at, mask, peers, exchange, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
+    SLOT: tl.constexpr,
+):  # fmt: skip
+    """fp32 sum in rank order of `values` and what the other ranks have pushed at the same elements."""
+    kind: tl.constexpr = values.dtype
+    found = tl.zeros_like(values).to(tl.float32)
+    for r in tl.static_range(WORLD):
+        if r == own:
+            found += values.to(tl.float32)
+        elif tl.load(peers + r) != 0:
+            slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
+            bits = take(exchange, slot + at, mask, r)
+            found += bits.to(kind, bitcast=True).to(tl.float32)
+    return found
+
+
+@triton.jit
+def push_sum_kernel(
+    x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`sum_kernel` of a part that fits into a slot."""
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    follow()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, at < count, other=0.0)
+    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(
+        values, at, at < count, peers, exchange, own, sequence, WORLD, HALF, SLOT
+    )  # fmt: skip
+    tl.store(y + at, found.to(y.dtype.element_ty), at < count)
 
 
 @triton.jit
@@ -206,11 +307,20 @@ def summed(
     world: int,
 ) -> Tensor:
     """The sum of all ranks' `x`."""
-    y, count = torch.empty_like(x), x.numel()
+    y, count, words = torch.empty_like(x), x.numel(), exchange.shape[0]
+    numbers = count, LAYER_UNIT.value * call
+    if x.nbytes <= WORD * slot_words(words, world):
+        block = 1024 if count <= 132 * 1024 else 2048
+        launchable(push_sum_kernel)[(triton.cdiv(count, block),)](
+            x, peers, exchange, step_counter, rank, y, *numbers, CALLS=calls, WORLD=world,
+            HALF=half_words(words, world), SLOT=slot_words(words, world), BLOCK=block,
+            num_warps=block // 256, num_stages=1,
+        )  # fmt: skip
+        return y
     block, warps, programs, rounds = blocks_of(count, 4096)
     launchable(sum_kernel)[(programs,)](
         x, peers, exchange, step_counter, rank, y, count, LAYER_UNIT.value * call, CALLS=calls,
-        WORLD=world, HALF=half_words(exchange.shape[0]), BLOCK=block, ROUNDS=rounds,
+        WORLD=world, HALF=half_words(exchange.shape[0], world), BLOCK=block, ROUNDS=rounds,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     return y
@@ -240,7 +350,7 @@ def embedded(
         ids, token_rows, starts, table, *ranks, y, count, LAYER_UNIT.value * depth,
         LAYER_UNIT.value * call, IDS=ids.shape[0], ROWS=starts.shape[0] - 1, DRAFTS=drafts,
         DRAFTED=rows is not None, VOCAB=vocab, CALLS=calls, WORLD=world,
-        HALF=half_words(ranks[1].shape[0]), WIDTH=width, BLOCK=block,
+        HALF=half_words(ranks[1].shape[0], world), WIDTH=width, BLOCK=block,
         ROUNDS=triton.cdiv(count, programs), num_warps=warps, num_stages=1,
     )  # fmt: skip
     return y

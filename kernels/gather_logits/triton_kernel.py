@@ -26,7 +26,7 @@ def gather_logits(
     block, warps, programs, rounds = blocks_of(rows * columns, 1024)
     launchable(gather_kernel)[(programs,)](
         logits, peers, exchange, step_counter, rank, whole, rows * columns,
-        LAYER_UNIT.value * call, CALLS=calls, WORLD=world, HALF=half_words(exchange.shape[0]),
+        LAYER_UNIT.value * call, CALLS=calls, WORLD=world, HALF=half_words(exchange.shape[0], world),
         COLUMNS=columns, VOCAB=vocab, ABSENT=ABSENT_LOGIT, BLOCK=block, ROUNDS=rounds,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
