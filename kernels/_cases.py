@@ -30,7 +30,7 @@ class Ranks:
 
     world: int = 1
     rank: int = 0
-    words: int = exchange_words(1 << 16)
+    words: int = exchange_words(1 << 16, 8)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

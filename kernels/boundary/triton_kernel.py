@@ -32,8 +32,16 @@ from inkling_engine.kernels._conv_triton import (
     wants_snapshots,
 )
 from inkling_engine.kernels._exchange import exchange_words
-from inkling_engine.kernels._exchange_triton import summed
+from inkling_engine.kernels._exchange_launches import layout, pushed, summed
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels.boundary.triton_ranks import ranks_boundary_kernel
+from inkling_engine.kernels.boundary.triton_walk import (
+    history,
+    keep,
+    load_taps,
+    partial_sums,
+    split_taps,
+)
 
 
 @dataclass(frozen=True)
@@ -62,22 +70,6 @@ def configure(tokens: int, width: int) -> Config:
 
 
 @triton.jit
-def load_taps(conv_weight, channels, mask):
-    """The four taps [BLOCK, 4] of every channel, from `conv_weight` [H, 4] read in one piece."""
-    taps = channels[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return tl.load(conv_weight + taps, mask[:, None], other=0.0)
-
-
-@triton.jit
-def split_taps(taps, BLOCK: tl.constexpr):
-    """The four taps, [BLOCK] each."""
-    even, odd = tl.split(tl.reshape(taps, (BLOCK, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0, w1, w2, w3
-
-
-@triton.jit
 def walked(count, STRIP: tl.constexpr, RING: tl.constexpr):
     """How many tokens the program of a row with `count` walks: all that read old inputs, or the first
     if none but it reads an entry that the row overwrites and every token has a program."""
@@ -99,36 +91,6 @@ def strip_work(
     wanted = (token < tokens) & ((token >= live) | late)
     left = known & late & turns(token - first, count, RING)
     return tl.sum(wanted.to(tl.int32) << i), tl.sum(left.to(tl.int32) << i)
-
-
-@triton.jit
-def history(
-    old, length, index, inputs, first, j, channels, RING: tl.constexpr, WIDTH: tl.constexpr
-):
-    """z[j] before the first token, which is the row's `index`-th: an old input or one of the row's,
-    or what is before a strip of several rows (length < 0)."""
-    place = index + j
-    new = (length < 0) | (place >= 3)
-    held = old + entry(length, place, RING) * WIDTH
-    where = tl.where(new, inputs + (j - 3) * WIDTH, held)
-    known = tl.where(new, first + j >= 3, length + place >= 3)
-    return tl.load(where + channels, channels < tl.where(known, WIDTH, 0), other=0.0)
-
-
-@triton.jit
-def partial_sums(z0, z1, z2, w0, w1, w2):
-    """What the last three inputs add to the next three outputs, summed as the walk sums."""
-    s0 = w0 * z0.to(tl.float32) + w1 * z1.to(tl.float32) + w2 * z2.to(tl.float32)
-    s1 = w0 * z1.to(tl.float32) + w1 * z2.to(tl.float32)
-    return s0, s1, w0 * z2.to(tl.float32)
-
-
-@triton.jit
-def keep(y, gain, eps, hidden, normed, to, mask, WIDTH: tl.constexpr):
-    """Store a token's sum and its norm."""
-    tl.store(hidden + to, y.to(hidden.dtype.element_ty), mask)
-    y *= tl.rsqrt(tl.sum(y * y) / WIDTH + eps) * gain.to(tl.float32)
-    tl.store(normed + to, y.to(normed.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -273,12 +235,23 @@ def boundary(
     world: int,
 ) -> tuple[Tensor, Tensor]:
     """Hidden state and its norm; see the package docstring."""
-    if world > 1:
-        x = summed(x, peers, exchange, step_counter, rank, call, calls, world)
     (tokens, width), rows, (pool_slots, ring) = x.shape, slots.shape[0], conv_pool.shape[1:3]
     config = configure(tokens, width)
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
     alone = tokens <= rows
+    ranks = peers, exchange, step_counter, rank
+    if world > 1 and alone and config.hold and pushed(x.nbytes, exchange, world):
+        launchable(ranks_boundary_kernel)[(rows,)](
+            x, residual, conv_weight, norm_weight, conv_pool, slots, sources, starts, lengths,
+            destination_slots, destination_offsets, *ranks, hidden, normed, tokens, rows,
+            pool_slots, LAYER_UNIT.value * layer, LAYER_UNIT.value * call,
+            eps, WIDTH=width, BLOCK=config.block, DESTINATIONS=destination_slots.shape[1],
+            DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring,
+            **layout(exchange, calls, world), num_warps=config.warps,
+        )  # fmt: skip
+        return hidden, normed
+    if world > 1:
+        x = summed(x, ranks, call, calls, world)
     programs = rows if alone else rows + triton.cdiv(tokens, config.strip)
     launchable(boundary_kernel)[(programs,)](
         x, residual, conv_weight, norm_weight, conv_pool, token_rows, slots, sources, starts,
@@ -318,7 +291,7 @@ def compile_cases() -> list[CompileCase]:
             meta(rows, dtype=i32),
             *(meta(rows, 1 + tokens // 512, dtype=i32) for _ in range(2)),
             meta(8, **i64),
-            meta(exchange_words(2 * tokens * width if world > 1 else 0), **i64),
+            meta(exchange_words(2 * tokens * width, world if world > 1 else 0), **i64),
             meta(4, **i64),
             meta(4, dtype=i32),
             *(3, 7, 86, 1e-6, world),

@@ -38,7 +38,7 @@ def blocks_before(call: int, given: list[Tensor]) -> Blocks:
     sequence = COUNTER * CALLS + call + 1
     blocks = []
     for rank, one in enumerate(given):
-        block = torch.zeros(exchange_words(4 * TOKENS * WIDTH), dtype=torch.int64)
+        block = torch.zeros(exchange_words(4 * TOKENS * WIDTH, WORLD), dtype=torch.int64)
         if rank != OWN:
             half = block[HEADER + sequence % 2 * half_of(len(block)) :]
             half.view(one.dtype)[: one.numel()] = one.flatten()
