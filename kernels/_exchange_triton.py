@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
-from inkling_engine.kernels._exchange import CONTROL, ERROR, LIMIT_MS, HEADER, LIMIT
+from inkling_engine.kernels._exchange import CONTROL, ERROR, HEADER, LIMIT, LIMIT_MS
 from inkling_engine.kernels._triton import COMPILED
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
