@@ -1,37 +1,32 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""The exchange on a GPU (see `_exchange.py`): a launch publishes its part and reads those of all.
+"""The exchange inside a kernel (see `_exchange.py`): parts that are pushed, and parts that are pulled.
 
-Flag i is program i's, and grids are the same on all ranks: a program publishes what the programs of
-its number on other ranks read. Each publishes before it waits, and programs start in order, so that no
-rank waits for one that cannot begin. One thread polls; what it sees all threads get through shared
-memory, for they must leave the loop together. Peers' memory is read past the L1 cache.
+A small part is pushed: written into the other ranks' slots, where each element tells by its bits
+that it has come. So a receiver polls memory of its own, and there is no flag and no fence between. It
+zeroes what it has taken. Whoever pushes call s + 2 has had all ranks' call s + 1, which they gave in
+a launch after that which cleaned call s: two slots a rank are enough.
+
+A large part stays at home and is pulled. Flag i is program i's, and grids are the same on all ranks: a
+program publishes what the programs of its number on other ranks read. One thread polls; what it sees all
+threads get through shared memory, for they must leave the loop together. Peers' memory is read past the
+L1 cache.
+
+In both forms a program gives before it waits, and programs start in order, so that no rank waits for one
+that cannot begin. Nothing is given before `follow()`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
-from inkling_engine.kernels._exchange import (
-    CONTROL,
-    ERROR,
-    FLAGS,
-    GPU_LIMIT_MS,
-    HEADER,
-    LIMIT,
-    WORD,
-    half_words,
-    slot_words,
-)
-from inkling_engine.kernels._triton import COMPILED, follow, launchable
-from inkling_engine.kernels.rmsnorm.triton_kernel import row_config
+from inkling_engine.kernels._conv_triton import LAYER_UNIT
+from inkling_engine.kernels._exchange import CONTROL, ERROR, HEADER, LIMIT, LIMIT_MS
+from inkling_engine.kernels._triton import COMPILED
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
-_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(GPU_LIMIT_MS)
+_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS)
 TRIES = tl.constexpr(64)  # polls between two looks at the clock
 
 
@@ -117,7 +112,7 @@ def push(
     else:
         bits = values.to(tl.int32, bitcast=True)
         bits = tl.where(bits == 0, -(2**31), bits).to(tl.int32)
-    for r in tl.static_range(WORLD):
+    for r in range(WORLD):
         block = tl.load(peers + r)
         if (block != 0) & (r != own):
             slot = slot_at(block, sequence, own, values.dtype, WORLD, HALF, SLOT)
@@ -132,8 +127,8 @@ def missing_of(bits):
 
 @triton.jit
 def take(exchange, slot, mask, r):
-    """What rank r has pushed to `slot` (pointers), once all has come; zeros, and noted, when time is
-    over. The slot is then clean. All threads leave together, so whoever cleans has not to read."""
+    """(what rank r has pushed to `slot`, pointers, and whether all has come); zeros, and noted, when time
+    is over. The slot is then clean: all threads leave the wait together, so none cleans too early."""
     bits = tl.load(slot, mask, other=1, volatile=True)
     missing = missing_of(bits)
     if missing != 0:
@@ -151,7 +146,7 @@ def take(exchange, slot, mask, r):
             noted = tl.where(late & (missing != 0), r + 1, 0).to(tl.int64)
             failed = tl.atomic_cas(exchange + _ERROR, tl.full((), 0, tl.int64), noted)
     tl.store(slot, tl.zeros_like(bits), mask)
-    return tl.where(missing == 0, bits, 0).to(bits.dtype)
+    return tl.where(missing == 0, bits, 0).to(bits.dtype), missing == 0
 
 
 @triton.jit
@@ -162,195 +157,11 @@ def total(
     """fp32 sum in rank order of `values` and what the other ranks have pushed at the same elements."""
     kind: tl.constexpr = values.dtype
     found = tl.zeros_like(values).to(tl.float32)
-    for r in tl.static_range(WORLD):
+    for r in range(WORLD):
         if r == own:
             found += values.to(tl.float32)
         elif tl.load(peers + r) != 0:
             slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
-            bits = take(exchange, slot + at, mask, r)
+            bits, _ = take(exchange, slot + at, mask, r)
             found += bits.to(kind, bitcast=True).to(tl.float32)
     return found
-
-
-@triton.jit
-def push_sum_kernel(
-    x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`sum_kernel` of a part that fits into a slot."""
-    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    follow()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, at < count, other=0.0)
-    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
-    found = total(
-        values, at, at < count, peers, exchange, own, sequence, WORLD, HALF, SLOT
-    )  # fmt: skip
-    tl.store(y + at, found.to(y.dtype.element_ty), at < count)
-
-
-@triton.jit
-def sum_kernel(
-    x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """y = the sum of all ranks' x, `count` elements: fp32, in rank order, rounded once."""
-    follow()
-    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    kind: tl.constexpr = x.dtype
-    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, WORLD)
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for r in tl.static_range(WORLD):
-            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
-            known = at < tl.where((given >> r) & 1 != 0, count, 0)
-            part = part_at(block, sequence, HALF, kind) + at
-            total += tl.load(part, known, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(y + at, total.to(y.dtype.element_ty), at < count)
-
-
-@triton.jit
-def gather_kernel(
-    logits, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, VOCAB: tl.constexpr,
-    ABSENT: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """whole [S, VOCAB] out of the columns [S, COLUMNS] of every rank, `count` elements each."""
-    follow()
-    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    kind: tl.constexpr = logits.dtype
-    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        tl.store(mine + at, tl.load(logits + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, WORLD)
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
-        for r in tl.static_range(WORLD):
-            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
-            known = at < tl.where((given >> r) & 1 != 0, count, 0)
-            part = part_at(block, sequence, HALF, kind) + at
-            values = tl.load(part, known, other=ABSENT, cache_modifier=".cg")
-            real = (at < count) & (column < VOCAB - r * COLUMNS)
-            tl.store(whole + row * VOCAB + (r * COLUMNS + column), values, real)
-
-
-@triton.jit
-def embed_kernel(
-    ids, token_rows, starts, table, peers, exchange, step_counter, rank, y, count, depth, call,
-    IDS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr, DRAFTED: tl.constexpr,
-    VOCAB: tl.constexpr, CALLS: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """y [count, WIDTH] = the tokens' rows of the table that the ranks hold together. Token t is
-    ids[t], or if DRAFTED that of draft row t (see `draft_input`); zeros if its rank gives nothing."""
-    follow()
-    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    kind: tl.constexpr = table.dtype
-    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
-    column = tl.arange(0, BLOCK)
-    for i in range(ROUNDS):
-        t = tl.program_id(0) + i * tl.num_programs(0)
-        at = t
-        if DRAFTED:
-            row = clamp(tl.load(token_rows + t, t < count, other=0), 0, ROWS - 1)
-            at = tl.minimum(t + row * DRAFTS + depth // LAYER_UNIT, IDS - 1)
-        token = tl.load(ids + at, t < count, other=0) - own * VOCAB
-        held = (token >= 0) & (token < VOCAB)
-        rows = table + clamp(token, 0, VOCAB - 1).to(tl.int64) * WIDTH
-        values = tl.load(rows + column, column < tl.where(held, WIDTH, 0), other=0.0)
-        to = mine + t.to(tl.int64) * WIDTH
-        tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
-    given = meet(peers, exchange, own, sequence, WORLD)
-    for i in range(ROUNDS):
-        t = tl.program_id(0) + i * tl.num_programs(0)
-        at = t
-        live = t < count
-        if DRAFTED:
-            row = clamp(tl.load(token_rows + t, t < count, other=0), 0, ROWS - 1)
-            at = tl.minimum(t + row * DRAFTS + depth // LAYER_UNIT, IDS - 1)
-            live = t < tl.load(starts + ROWS)
-        owner = clamp(tl.load(ids + at, t < count, other=0) // VOCAB, 0, WORLD - 1)
-        block = tl.where(owner == own, exchange.to(tl.int64), tl.load(peers + owner))
-        known = live & ((given >> owner) & 1 != 0)
-        part = part_at(block, sequence, HALF, kind) + t.to(tl.int64) * WIDTH
-        width = tl.where(known, WIDTH, 0)
-        values = tl.load(part + column, column < width, other=0.0, cache_modifier=".cg")
-        to = y + t.to(tl.int64) * WIDTH
-        tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
-
-
-def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:
-    """Elements of a block, warps, programs and blocks of each, for `count` elements."""
-    block = 1024 if count <= FLAGS * 1024 else largest
-    blocks = max(1, triton.cdiv(count, block))
-    programs = min(FLAGS, blocks)
-    return block, block // 256, programs, triton.cdiv(blocks, programs)
-
-
-def summed(
-    x: Tensor,
-    peers: Tensor,
-    exchange: Tensor,
-    step_counter: Tensor,
-    rank: Tensor,
-    call: int,
-    calls: int,
-    world: int,
-) -> Tensor:
-    """The sum of all ranks' `x`."""
-    y, count, words = torch.empty_like(x), x.numel(), exchange.shape[0]
-    numbers = count, LAYER_UNIT.value * call
-    if x.nbytes <= WORD * slot_words(words, world):
-        block = 1024 if count <= 132 * 1024 else 2048
-        launchable(push_sum_kernel)[(triton.cdiv(count, block),)](
-            x, peers, exchange, step_counter, rank, y, *numbers, CALLS=calls, WORLD=world,
-            HALF=half_words(words, world), SLOT=slot_words(words, world), BLOCK=block,
-            num_warps=block // 256, num_stages=1,
-        )  # fmt: skip
-        return y
-    block, warps, programs, rounds = blocks_of(count, 4096)
-    launchable(sum_kernel)[(programs,)](
-        x, peers, exchange, step_counter, rank, y, count, LAYER_UNIT.value * call, CALLS=calls,
-        WORLD=world, HALF=half_words(exchange.shape[0], world), BLOCK=block, ROUNDS=rounds,
-        num_warps=warps, num_stages=1,
-    )  # fmt: skip
-    return y
-
-
-def embedded(
-    ids: Tensor,
-    rows: tuple[Tensor, Tensor] | None,
-    count: int,
-    table: Tensor,
-    ranks: tuple[Tensor, Tensor, Tensor, Tensor],
-    depth: int,
-    drafts: int,
-    call: int,
-    calls: int,
-    world: int,
-) -> Tensor:
-    """Rows [count, H] of the table of which `table` [V, H] is this rank's part, for the tokens `ids`,
-    or if `rows` (token_rows, starts) are given those of draft rows. `ranks`: peers, exchange,
-    step_counter, rank."""
-    vocab, width = table.shape
-    y = table.new_empty(count, width)
-    block, warps = row_config(width)
-    programs = min(FLAGS, count)
-    token_rows, starts = rows or (ids, ids)
-    launchable(embed_kernel)[(programs,)](
-        ids, token_rows, starts, table, *ranks, y, count, LAYER_UNIT.value * depth,
-        LAYER_UNIT.value * call, IDS=ids.shape[0], ROWS=starts.shape[0] - 1, DRAFTS=drafts,
-        DRAFTED=rows is not None, VOCAB=vocab, CALLS=calls, WORLD=world,
-        HALF=half_words(ranks[1].shape[0], world), WIDTH=width, BLOCK=block,
-        ROUNDS=triton.cdiv(count, programs), num_warps=warps, num_stages=1,
-    )  # fmt: skip
-    return y

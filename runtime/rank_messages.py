@@ -125,8 +125,11 @@ def send_handles(connection: Connection, handles: Sequence[int]) -> None:
 
 def receive_handles(connection: Connection, count: int) -> list[int]:
     """What `send_handles` sent there; EOFError when the other side is gone."""
-    with socket_of(connection) as one:
-        found = socket.recv_fds(one, 1, count)[1]
+    try:
+        with socket_of(connection) as one:
+            found = socket.recv_fds(one, 1, count)[1]
+    except OSError:
+        raise EOFError from None
     if len(found) != count:
         raise EOFError
     return found

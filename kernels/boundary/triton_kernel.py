@@ -31,8 +31,8 @@ from inkling_engine.kernels._conv_triton import (
     turns,
     wants_snapshots,
 )
-from inkling_engine.kernels._exchange import WORD, exchange_words, half_words, slot_words
-from inkling_engine.kernels._exchange_triton import summed
+from inkling_engine.kernels._exchange import exchange_words
+from inkling_engine.kernels._exchange_launches import layout, pushed, summed
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.boundary.triton_ranks import ranks_boundary_kernel
 from inkling_engine.kernels.boundary.triton_walk import (
@@ -239,20 +239,19 @@ def boundary(
     config = configure(tokens, width)
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
     alone = tokens <= rows
-    words = exchange.shape[0]
-    if world > 1 and alone and config.hold and x.nbytes <= WORD * slot_words(words, world):
+    ranks = peers, exchange, step_counter, rank
+    if world > 1 and alone and config.hold and pushed(x.nbytes, exchange, world):
         launchable(ranks_boundary_kernel)[(rows,)](
             x, residual, conv_weight, norm_weight, conv_pool, slots, sources, starts, lengths,
-            destination_slots, destination_offsets, peers, exchange, step_counter, rank, hidden,
-            normed, tokens, rows, pool_slots, LAYER_UNIT.value * layer, LAYER_UNIT.value * call,
+            destination_slots, destination_offsets, *ranks, hidden, normed, tokens, rows,
+            pool_slots, LAYER_UNIT.value * layer, LAYER_UNIT.value * call,
             eps, WIDTH=width, BLOCK=config.block, DESTINATIONS=destination_slots.shape[1],
-            DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring, CALLS=calls,
-            WORLD=world, HALF=half_words(words, world), SLOT=slot_words(words, world),
-            num_warps=config.warps,
+            DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring,
+            **layout(exchange, calls, world), num_warps=config.warps,
         )  # fmt: skip
         return hidden, normed
     if world > 1:
-        x = summed(x, peers, exchange, step_counter, rank, call, calls, world)
+        x = summed(x, ranks, call, calls, world)
     programs = rows if alone else rows + triton.cdiv(tokens, config.strip)
     launchable(boundary_kernel)[(programs,)](
         x, residual, conv_weight, norm_weight, conv_pool, token_rows, slots, sources, starts,

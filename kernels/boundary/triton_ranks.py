@@ -53,6 +53,30 @@ def renewal_of(
 
 
 @triton.jit
+def one_of_many(
+    i, token, count, old, ring, length, residual, conv_weight, norm_weight, eps, hidden, normed,
+    mask, channels, RING: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The i-th token that a program takes: its sum and those before it stand among the hidden rows."""
+    at = token * WIDTH + channels
+    sums = hidden + token * WIDTH
+    z = tl.load(sums + channels, mask, other=0.0)
+    z0 = history(old, length, i, sums, token, 0, channels, RING, WIDTH)
+    z1 = history(old, length, i, sums, token, 1, channels, RING, WIDTH)
+    z2 = history(old, length, i, sums, token, 2, channels, RING, WIDTH)
+    base = tl.load(residual + at, mask, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = split_taps(load_taps(conv_weight, channels, mask), BLOCK)
+    past, _, _ = partial_sums(z0, z1, z2, w0, w1, w2)
+    past = tl.where(i < count, past, 0.0)
+    gain = tl.load(norm_weight + channels, mask, other=0.0)
+    tl.debug_barrier()  # every thread has read the sum
+    value = z.to(tl.float32)
+    keep(value + w3 * value + past + base, gain, eps, hidden, normed, at, mask, WIDTH)
+    if (RING > 3) & turns(i, count, RING):
+        tl.store(ring + entry(length, i + 3, RING) * WIDTH + channels, z, mask)
+
+
+@triton.jit
 def ranks_boundary_kernel(
     x, residual, conv_weight, norm_weight, conv_pool, slots, sources, starts, lengths,
     destination_slots, destination_offsets, peers, exchange, step_counter, rank, hidden, normed,
@@ -82,12 +106,13 @@ def ranks_boundary_kernel(
     wanted = wants_snapshots(destination_slots, row, DESTINATIONS, DESTINED)
     at = token_of(0, first, count, spare) * WIDTH
     some = channels < tl.where(taken > 0, WIDTH, 0)
-    base = tl.load(residual + at + channels, some, other=0.0).to(tl.float32)
+    carried = tl.load(residual + at + channels, some, other=0.0)
     z0 = history(old, length, 0, x, first, 0, channels, RING, WIDTH)
     z1 = history(old, length, 0, x, first, 1, channels, RING, WIDTH)
     z2 = history(old, length, 0, x, first, 2, channels, RING, WIDTH)
     w0, w1, w2, w3 = split_taps(taps, BLOCK)
-    s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
+    past, _, _ = partial_sums(z0, z1, z2, w0, w1, w2)
+    past = tl.where(count > 0, past, 0.0)
     follow()
     values = tl.load(x + at + channels, some, other=0.0)
     push(values, at + channels, some, peers, own, sequence, WORLD, HALF, SLOT)
@@ -98,37 +123,37 @@ def ranks_boundary_kernel(
     z = total(
         values, at + channels, some, peers, exchange, own, sequence, WORLD, HALF, SLOT
     ).to(x.dtype.element_ty)  # fmt: skip
-    for i in range(1, taken):
-        to = token_of(i, first, count, spare) * WIDTH + channels
-        more = tl.load(x + to, mask, other=0.0)
-        found = total(more, to, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
-        tl.store(hidden + to, found.to(hidden.dtype.element_ty), mask)
     sums = hidden + first * WIDTH
     if (taken > 1) | wanted:
         tl.store(hidden + at + channels, z, some)
+        for i in range(1, taken):
+            to = token_of(i, first, count, spare) * WIDTH + channels
+            more = tl.load(x + to, mask, other=0.0)
+            found = total(more, to, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
+            tl.store(hidden + to, found.to(hidden.dtype.element_ty), mask)
         tl.debug_barrier()
     n0 = renewal_of(z, old, length, sums, 0, count, moved, channels, RING, WIDTH)
     n1 = renewal_of(z, old, length, sums, 1, count, moved, channels, RING, WIDTH)
     n2 = renewal_of(z, old, length, sums, 2, count, moved, channels, RING, WIDTH)
-    if count > 0:
-        if wanted:
-            save_snapshots(
-                old, length, sums, count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool,
-                layer, pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
+    if wanted & (count > 0):
+        save_snapshots(
+            old, length, sums, count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool, layer,
+            pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
+        )  # fmt: skip
+    if taken > 1:
+        for back in range(taken):  # from the last on: a hidden row takes the place of its sum
+            i = taken - 1 - back
+            one_of_many(
+                i, token_of(i, first, count, spare), count, old, ring, length, residual,
+                conv_weight, norm_weight, eps, hidden, normed, mask, channels, RING, WIDTH, BLOCK,
             )  # fmt: skip
-        tl.debug_barrier()  # every thread has read the old inputs, which may be the same slot's
-        renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
-        renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
-        renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)
-    for i in range(taken):
-        to = token_of(i, first, count, spare) * WIDTH + channels
-        if i > 0:
-            z = tl.load(hidden + to, mask, other=0.0)
-            base = tl.load(residual + to, mask, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # the sum stands where the hidden row will
-        value = z.to(tl.float32)
-        past = tl.where(i < count, s0, 0.0)
-        keep(value + w3 * value + past + base, gain, eps, hidden, normed, to, mask, WIDTH)
-        if (RING > 3) & turns(i, count, RING):
-            tl.store(ring + entry(length, i + 3, RING) * WIDTH + channels, z, mask)
-        s0, s1, s2 = s1 + w2 * value, s2 + w1 * value, w0 * value
+    else:
+        value, base = z.to(tl.float32), carried.to(tl.float32)
+        to = at + channels
+        keep(value + w3 * value + past + base, gain, eps, hidden, normed, to, some, WIDTH)
+        if (RING > 3) & turns(0, count, RING):
+            tl.store(ring + entry(length, 3, RING) * WIDTH + channels, z, mask)
+    tl.debug_barrier()  # every thread has read the old inputs, which may be the same slot's
+    renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
+    renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
+    renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)

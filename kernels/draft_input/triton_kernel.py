@@ -1,6 +1,6 @@
 """Input of a draft depth as one Triton program a row: two or three norms in registers.
 
-Of several ranks a launch before exchanges the embeddings (`_exchange_triton.py`).
+Of several ranks a launch before exchanges the embeddings (`_exchange_launches.py`).
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
 from inkling_engine.kernels._exchange import exchange_words
-from inkling_engine.kernels._exchange_triton import embedded
+from inkling_engine.kernels._exchange_launches import embedded
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.rmsnorm.triton_kernel import normalised, row_config
 
@@ -90,7 +90,7 @@ def compile_cases() -> list[CompileCase]:
         cases += launches(
             f"draft_input-tp{world}", draft_input, meta(136, 4096), meta(200, **i32),
             meta(201024 // world, 4096), *norms, meta(136, **i32), meta(9, **i32),
-            meta(8, **i64), meta(exchange_words(2 * 136 * 4096), **i64), meta(4, **i64),
+            meta(8, **i64), meta(exchange_words(2 * 136 * 4096, world), **i64), meta(4, **i64),
             meta(4, **i32), 3, 8, -3, 86, 1e-6, world, True,
         )  # fmt: skip
     return cases

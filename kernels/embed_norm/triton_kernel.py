@@ -1,6 +1,6 @@
 """Token embedding and its norm as one Triton program a token.
 
-Of several ranks one launch exchanges the rows (`_exchange_triton.py`), another norms them.
+Of several ranks one launch exchanges the rows (`_exchange_launches.py`), another norms them.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._exchange import exchange_words
-from inkling_engine.kernels._exchange_triton import embedded
+from inkling_engine.kernels._exchange_launches import embedded
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
 from inkling_engine.kernels.rmsnorm.triton_kernel import normalised, rmsnorm, row_config
 
@@ -66,7 +66,7 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for world in (1, 8):
         table = meta(201024 // world, 4096)
-        block = meta(exchange_words(2 * 8 * 4096), **i64)
+        block = meta(exchange_words(2 * 8 * 4096, world), **i64)
         ranks = meta(8, **i64), block, meta(4, **i64), meta(4, **i32)
         arguments = meta(8, **i32), table, meta(4096), *ranks, 0, 86, 1e-6, world
         cases += launches(f"embed_norm-tp{world}", embed_norm, *arguments)

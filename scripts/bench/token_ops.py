@@ -123,7 +123,7 @@ def gather_work(target: Target, rows: int) -> Work:
     """One rank's columns published and laid out; the other ranks, absent, have nothing to read."""
     world, columns = target.tp, target.shape.vocab
     moved = 4 * rows * 3 * columns
-    ranks = Ranks(world, words=exchange_words(4 * rows * columns)).tensors
+    ranks = Ranks(world, words=exchange_words(4 * rows * columns, world)).tensors
     calls = [
         (
             target.normal(rows, columns, dtype=torch.float32),

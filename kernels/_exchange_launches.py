@@ -1,0 +1,302 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+"""Launches that exchange and do nothing else: sums, gathered columns, rows of an embedding.
+
+Each has a form for parts that fit into a slot and one for larger parts (`_exchange_triton.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
+from inkling_engine.kernels._exchange import ABSENT_LOGIT, FLAGS, WORD, half_words, slot_words
+from inkling_engine.kernels._exchange_triton import (
+    meet,
+    part_at,
+    push,
+    sequence_of,
+    slot_at,
+    take,
+    total,
+)
+from inkling_engine.kernels._triton import follow, launchable
+from inkling_engine.kernels.rmsnorm.triton_kernel import row_config
+
+
+@triton.jit
+def push_sum_kernel(
+    x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`sum_kernel` of a part that fits into a slot."""
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    follow()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, at < count, other=0.0)
+    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(
+        values, at, at < count, peers, exchange, own, sequence, WORLD, HALF, SLOT
+    )  # fmt: skip
+    tl.store(y + at, found.to(y.dtype.element_ty), at < count)
+
+
+@triton.jit
+def sum_kernel(
+    x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """y = the sum of all ranks' x, `count` elements: fp32, in rank order, rounded once."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    kind: tl.constexpr = x.dtype
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for i in range(ROUNDS):
+        at = first + i * step + tl.arange(0, BLOCK)
+        tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
+    given = meet(peers, exchange, own, sequence, WORLD)
+    for i in range(ROUNDS):
+        at = first + i * step + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(WORLD):
+            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
+            known = at < tl.where((given >> r) & 1 != 0, count, 0)
+            part = part_at(block, sequence, HALF, kind) + at
+            total += tl.load(part, known, other=0.0, cache_modifier=".cg").to(tl.float32)
+        tl.store(y + at, total.to(y.dtype.element_ty), at < count)
+
+
+@triton.jit
+def push_gather_kernel(
+    logits, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr,
+    VOCAB: tl.constexpr, ABSENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`gather_kernel` of a part that fits into a slot. Zeros lose their sign, on all ranks."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + at, at < count, other=0.0)
+    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
+    row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
+    for r in range(WORLD):
+        found = tl.full((BLOCK,), ABSENT, values.dtype)
+        if r == own:
+            found = values
+        elif tl.load(peers + r) != 0:
+            slot = slot_at(exchange.to(tl.int64), sequence, r, values.dtype, WORLD, HALF, SLOT)
+            bits, came = take(exchange, slot + at, at < count, r)
+            found = tl.where(came, bits.to(values.dtype, bitcast=True), found)
+        real = (at < count) & (column < VOCAB - r * COLUMNS)
+        tl.store(whole + row * VOCAB + (r * COLUMNS + column), found + 0.0, real)
+
+
+@triton.jit
+def gather_kernel(
+    logits, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr,
+    VOCAB: tl.constexpr, ABSENT: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """whole [S, VOCAB] out of the columns [S, COLUMNS] of every rank, `count` elements each."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    kind: tl.constexpr = logits.dtype
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for i in range(ROUNDS):
+        at = first + i * step + tl.arange(0, BLOCK)
+        tl.store(mine + at, tl.load(logits + at, at < count, other=0.0), at < count)
+    given = meet(peers, exchange, own, sequence, WORLD)
+    for i in range(ROUNDS):
+        at = first + i * step + tl.arange(0, BLOCK)
+        row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
+        for r in tl.static_range(WORLD):
+            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
+            known = at < tl.where((given >> r) & 1 != 0, count, 0)
+            part = part_at(block, sequence, HALF, kind) + at
+            values = tl.load(part, known, other=ABSENT, cache_modifier=".cg")
+            real = (at < count) & (column < VOCAB - r * COLUMNS)
+            tl.store(whole + row * VOCAB + (r * COLUMNS + column), values, real)
+
+
+@triton.jit
+def token_at(
+    ids, token_rows, t, count, depth, IDS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr,
+    DRAFTED: tl.constexpr,
+):  # fmt: skip
+    """Token t of a step: ids[t], or if DRAFTED that of draft row t (see `draft_input`)."""
+    at = t
+    if DRAFTED:
+        row = clamp(tl.load(token_rows + t, t < count, other=0), 0, ROWS - 1)
+        at = tl.minimum(t + row * DRAFTS + depth // LAYER_UNIT, IDS - 1)
+    return tl.load(ids + at, t < count, other=0)
+
+
+@triton.jit
+def push_embed_kernel(
+    ids, token_rows, starts, table, peers, exchange, step_counter, rank, y, count, depth, call,
+    IDS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr, DRAFTED: tl.constexpr,
+    VOCAB: tl.constexpr, CALLS: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
+    SLOT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`embed_kernel` of rows that fit into a slot: the sum of what the ranks have of a token's row."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    t, column = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    token = token_at(ids, token_rows, t, count, depth, IDS, ROWS, DRAFTS, DRAFTED) - own * VOCAB
+    held = (token >= 0) & (token < VOCAB)
+    if DRAFTED:
+        held = held & (t < tl.load(starts + ROWS))
+    row = table + clamp(token, 0, VOCAB - 1).to(tl.int64) * WIDTH
+    values = tl.load(row + column, column < tl.where(held, WIDTH, 0), other=0.0)
+    at = t * WIDTH + column
+    push(values, at, mask, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(values, at, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
+    tl.store(y + at, found.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def embed_kernel(
+    ids, token_rows, starts, table, peers, exchange, step_counter, rank, y, count, depth, call,
+    IDS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr, DRAFTED: tl.constexpr,
+    VOCAB: tl.constexpr, CALLS: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
+    SLOT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """y [count, WIDTH] = the tokens' rows of the table that the ranks hold together. Token t is
+    ids[t], or if DRAFTED that of draft row t (see `draft_input`); zeros if its rank gives nothing."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    kind: tl.constexpr = table.dtype
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
+    column = tl.arange(0, BLOCK)
+    for i in range(ROUNDS):
+        t = tl.program_id(0) + i * tl.num_programs(0)
+        token = token_at(ids, token_rows, t, count, depth, IDS, ROWS, DRAFTS, DRAFTED) - own * VOCAB
+        held = (token >= 0) & (token < VOCAB)
+        rows = table + clamp(token, 0, VOCAB - 1).to(tl.int64) * WIDTH
+        values = tl.load(rows + column, column < tl.where(held, WIDTH, 0), other=0.0)
+        to = mine + t.to(tl.int64) * WIDTH
+        tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
+    given = meet(peers, exchange, own, sequence, WORLD)
+    for i in range(ROUNDS):
+        t = tl.program_id(0) + i * tl.num_programs(0)
+        token = token_at(ids, token_rows, t, count, depth, IDS, ROWS, DRAFTS, DRAFTED)
+        live = t < count
+        if DRAFTED:
+            live = t < tl.load(starts + ROWS)
+        owner = clamp(token // VOCAB, 0, WORLD - 1)
+        block = tl.where(owner == own, exchange.to(tl.int64), tl.load(peers + owner))
+        known = live & ((given >> owner) & 1 != 0)
+        part = part_at(block, sequence, HALF, kind) + t.to(tl.int64) * WIDTH
+        width = tl.where(known, WIDTH, 0)
+        values = tl.load(part + column, column < width, other=0.0, cache_modifier=".cg")
+        to = y + t.to(tl.int64) * WIDTH
+        tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
+
+
+Ranks = tuple[Tensor, Tensor, Tensor, Tensor]  # peers, exchange, step_counter, rank
+
+
+def pushed(part_bytes: int, exchange: Tensor, world: int) -> bool:
+    """Whether a part of that many bytes fits into a slot."""
+    words = exchange.shape[0]
+    assert part_bytes <= WORD * half_words(words, world), f"a part of {part_bytes} bytes"
+    return part_bytes <= WORD * slot_words(words, world)
+
+
+def layout(exchange: Tensor, calls: int, world: int) -> dict[str, int]:
+    """What kernels are told of the block, and of how many calls a step has."""
+    words = exchange.shape[0]
+    half, slot = half_words(words, world), slot_words(words, world)
+    return {"CALLS": calls, "WORLD": world, "HALF": half, "SLOT": slot}
+
+
+def _blocks(count: int, largest: int) -> tuple[int, int, int, int]:
+    """Elements of a block, warps, programs and blocks of each, to pull `count` elements."""
+    block = 1024 if count <= FLAGS * 1024 else largest
+    blocks = max(1, triton.cdiv(count, block))
+    programs = min(FLAGS, blocks)
+    return block, block // 256, programs, triton.cdiv(blocks, programs)
+
+
+def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor:
+    """The sum of all ranks' `x`."""
+    y, count = torch.empty_like(x), x.numel()
+    arguments = x, *ranks, y, count, LAYER_UNIT.value * call
+    known = layout(ranks[1], calls, world)
+    if pushed(x.nbytes, ranks[1], world):
+        block = 1024 if count <= 132 * 1024 else 2048
+        launchable(push_sum_kernel)[(triton.cdiv(count, block),)](
+            *arguments, **known, BLOCK=block, num_warps=block // 256, num_stages=1
+        )
+        return y
+    block, warps, programs, rounds = _blocks(count, 4096)
+    launchable(sum_kernel)[(programs,)](
+        *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
+    )
+    return y
+
+
+def gathered(logits: Tensor, ranks: Ranks, call: int, calls: int, world: int, vocab: int) -> Tensor:
+    """[S, vocab] out of the columns [S, COLUMNS] of every rank."""
+    (rows, columns), count = logits.shape, logits.numel()
+    whole = logits.new_empty(rows, vocab)
+    arguments = logits, *ranks, whole, count, LAYER_UNIT.value * call
+    known = layout(ranks[1], calls, world)
+    known |= {"COLUMNS": columns, "VOCAB": vocab}
+    if pushed(logits.nbytes, ranks[1], world):
+        launchable(push_gather_kernel)[(triton.cdiv(count, 1024),)](
+            *arguments, **known, ABSENT=ABSENT_LOGIT, BLOCK=1024, num_warps=4, num_stages=1
+        )
+        return whole
+    block, warps, programs, rounds = _blocks(count, 1024)
+    launchable(gather_kernel)[(programs,)](
+        *arguments, **known, ABSENT=ABSENT_LOGIT, BLOCK=block, ROUNDS=rounds, num_warps=warps,
+        num_stages=1,
+    )  # fmt: skip
+    return whole
+
+
+def embedded(
+    ids: Tensor,
+    rows: tuple[Tensor, Tensor] | None,
+    count: int,
+    table: Tensor,
+    ranks: Ranks,
+    depth: int,
+    drafts: int,
+    call: int,
+    calls: int,
+    world: int,
+) -> Tensor:
+    """Rows [count, H] of the table of which `table` [V, H] is this rank's part, for the tokens `ids`,
+    or if `rows` (token_rows, starts) are given those of draft rows."""
+    vocab, width = table.shape
+    y = table.new_empty(count, width)
+    block, warps = row_config(width)
+    token_rows, starts = rows or (ids, ids)
+    unit = LAYER_UNIT.value
+    arguments = ids, token_rows, starts, table, *ranks, y, count, unit * depth, unit * call
+    known: dict[str, int] = {
+        **layout(ranks[1], calls, world),
+        "IDS": ids.shape[0],
+        "ROWS": starts.shape[0] - 1,
+        "DRAFTS": drafts,
+        "DRAFTED": rows is not None,
+        "VOCAB": vocab,
+        "WIDTH": width,
+        "BLOCK": block,
+    }
+    if pushed(y.nbytes, ranks[1], world):
+        launchable(push_embed_kernel)[(count,)](*arguments, **known, num_warps=warps, num_stages=1)
+        return y
+    programs = min(FLAGS, count)
+    launchable(embed_kernel)[(programs,)](
+        *arguments, **known, ROUNDS=triton.cdiv(count, programs), num_warps=warps, num_stages=1
+    )
+    return y
