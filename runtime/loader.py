@@ -19,7 +19,7 @@ from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.compat import Environment, machine_memory, require
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import open_manifest, verify_file, verify_files
-from inkling_engine.runtime import debug, probe
+from inkling_engine.runtime import debug, launched, probe
 from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
 from inkling_engine.runtime.timing import Timings
@@ -60,14 +60,19 @@ class LoadOptions:
 
 
 def load(folder: Path, options: LoadOptions) -> Loaded:
-    """Open, check and bind the engine in `folder`; every refusal is a UserError."""
+    """Open, check and bind the engine in `folder`; every refusal is a UserError. Under torchrun this
+    comes back in rank 0 alone."""
+    place = None if options.alone else launched.place(open_manifest(folder).spec.tp)
+    if place:
+        launched.serve(place)
     timings = Timings()
     manifest = _open(folder, options, timings)
     if not _all_ranks(manifest, options):
         return _load(folder, manifest, options, timings, None)
     from inkling_engine.runtime.ranks import Ranks
 
-    ranks = Ranks.spawn(manifest.spec.tp)
+    tp = manifest.spec.tp
+    ranks = Ranks.spawn(tp) if place is None else Ranks(launched.adopt(tp))
     try:
         ranks.start(
             str(folder.absolute()),

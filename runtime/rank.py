@@ -159,16 +159,23 @@ class Member:
 
 def run(load: Callable[[Start, Member], Loaded]) -> NoReturn:
     """Be the rank that rank 0 says; `load` gives what runs."""
+    run_over(load, Commands(int(sys.argv[1])))
+
+
+def run_over(
+    load: Callable[[Start, Member], Loaded], commands: Commands, code: int = 1
+) -> NoReturn:
+    """The same for a rank that takes `commands`; the process ends with `code` if something goes wrong."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    code = 1
     try:
-        serve(load, Commands(int(sys.argv[1])))
+        serve(load, commands)
         code = 0
     except UserError:
         pass  # rank 0 says it
     except BaseException:
         log.exception("this rank ends")
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking torch down takes a second, and rank 0 waits
 
@@ -189,7 +196,8 @@ def serve(load: Callable[[Start, Member], Loaded], commands: Commands) -> None:
             raise
 
 
-def _load(start: Start, member: Member) -> Loaded:
+def load_start(start: Start, member: Member) -> Loaded:
+    """Load what rank 0 says."""
     from inkling_engine.runtime.loader import LoadOptions, load_rank
 
     options = LoadOptions(
@@ -202,4 +210,4 @@ def _load(start: Start, member: Member) -> Loaded:
 
 
 if __name__ == "__main__":
-    run(_load)
+    run(load_start)
