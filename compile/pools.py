@@ -142,7 +142,8 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
         "results_float": (sizes.results, rows, emitted * (1 + top)),
     }
     entries += [TensorEntry(name=n, dtype="float32", shape=s) for n, s in floats.items()]
-    words = exchange_words(_largest_part(spec) if spec.tp > 1 else 0)
+    pushers = spec.tp if spec.tp > 1 and spec.device == "cuda" else 0
+    words = exchange_words(_largest_part(spec) if spec.tp > 1 else 0, pushers)
     wide = {"step_counter": (4,), "peers": (MAX_WORLD,), "exchange": (words,)}
     return entries + [TensorEntry(name=n, dtype="int64", shape=s) for n, s in wide.items()]
 
