@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from inkling_engine.kernels.gather_logits import gather_logits
 pytest.importorskip("triton", reason="needs Triton")
 
 WORLD, OWN, COUNTER = 4, 1, 7
+SEGMENT = TOKENS * WIDTH // WORLD
 Blocks = list[Tensor]
 
 
@@ -57,7 +58,7 @@ def bits_of(part: Tensor) -> Tensor:
     return bits.where(bits != 0, torch.iinfo(kind).min)
 
 
-def blocks_before(call: int, given: list[Tensor], pushed: bool) -> Blocks:
+def blocks_before(call: int, given: list[Tensor], pushed: bool, flag: int = 2) -> Blocks:
     """Every rank's block; as if the peers had published, or pushed, `given` in `call`."""
     sequence = COUNTER * CALLS + call + 1
     words = exchange_words(4 * TOKENS * WIDTH, WORLD if pushed else 0)
@@ -67,11 +68,27 @@ def blocks_before(call: int, given: list[Tensor], pushed: bool) -> Blocks:
             bits = bits_of(one)
             slot_of(blocks[OWN], call, rank).view(bits.dtype)[: len(bits)] = bits
         elif rank != OWN:
-            half = blocks[rank][HEADER + sequence % 2 * half_words(words) :]
-            half.view(one.dtype)[: one.numel()] = one.flatten()
-            blocks[rank][CONTROL : CONTROL + FLAGS] = sequence
+            part_of(blocks[rank], call, one.dtype)[: one.numel()] = one.flatten()
+            blocks[rank][CONTROL : CONTROL + FLAGS] = flag * sequence
         blocks[rank][LIMIT] = 5  # polls, in the interpreter
     return blocks
+
+
+def part_of(block: Tensor, call: int, dtype: torch.dtype) -> Tensor:
+    """The half of `call` in a block without slots."""
+    sequence = COUNTER * CALLS + call + 1
+    return block[HEADER + sequence % 2 * half_words(len(block)) :].view(dtype)
+
+
+def segments_summed(blocks: Blocks, call: int, given: list[Tensor], there: Sequence[int]) -> None:
+    """What ranks other than this one have done with their segments of a sum, of those `there`."""
+    total = torch.zeros(given[0].shape)
+    for rank in there:
+        total += given[rank].float()
+    for rank in set(there) - {OWN}:
+        segment = slice(rank * SEGMENT, (rank + 1) * SEGMENT)
+        part_of(blocks[rank], call, given[0].dtype)[segment] = total.flatten()[segment]
+        blocks[rank][CONTROL : CONTROL + FLAGS] += 1
 
 
 def ranks(blocks: Blocks, absent: int | None = None) -> tuple[Tensor, ...]:
@@ -108,8 +125,12 @@ def compare(
 ) -> None:  # fmt: skip
     """The launch and the reference on the same peers' parts: results, what is given, error word."""
 
-    def run(how: Callable[..., Any], pushed: bool) -> tuple[list[Tensor], Blocks]:
-        blocks = blocks_before(call, given, pushed)
+    def run(how: Callable[..., Any], pushed: bool, flag: int) -> tuple[list[Tensor], Blocks]:
+        blocks = blocks_before(call, given, pushed, flag)
+        if op is boundary and flag == 2 and not pushed:
+            segments_summed(
+                blocks, call, given, [r for r in range(WORLD) if r not in (absent, late)]
+            )
         if pushed and (silent := late or absent) is not None:
             slot_of(blocks[OWN], call, silent).zero_()
         elif late is not None:
@@ -118,19 +139,20 @@ def compare(
         found = how(*copies, *ranks(blocks, absent), *after)
         return list(found) if isinstance(found, tuple) else [found], blocks
 
-    (wanted, theirs), (found, ours) = run(op.reference, False), run(op.launch, pushed)
+    (wanted, theirs), (found, ours) = run(op.reference, False, 1), run(op.launch, pushed, 2)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 8e-3 if one.dtype == torch.bfloat16 else 1e-6)
     assert int(ours[OWN][ERROR]) == int(theirs[OWN][ERROR]) == (0 if late is None else 1 + late)
     if pushed:
         published(call, given[OWN], ours, absent)
         return
-    half = half_words(len(ours[OWN]))
-    assert int(ours[OWN][CONTROL]) == COUNTER * CALLS + call + 1, "another sequence is published"
-    part = ours[OWN][HEADER + (COUNTER * CALLS + call + 1) % 2 * half :].view(given[OWN].dtype)
-    assert torch.equal(part[: given[OWN].numel()], given[OWN].flatten()), (
-        "another part is published"
-    )
+    summed, sequence = op is boundary, COUNTER * CALLS + call + 1
+    assert int(ours[OWN][CONTROL]) == 2 * sequence + summed, "another sequence is published"
+    part = part_of(ours[OWN], call, given[OWN].dtype)[: given[OWN].numel()]
+    same = part == given[OWN].flatten()
+    if summed:
+        same[OWN * SEGMENT : (OWN + 1) * SEGMENT] = True
+    assert bool(same.all()), "another part is published"
 
 
 def published(call: int, own: Tensor, blocks: Blocks, absent: int | None) -> None:
