@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing.spawn as processes
 from torch import Tensor
 
 MOST = 8
@@ -57,7 +58,7 @@ class Link:
                 continue
             storage = torch.UntypedStorage._new_shared_cuda(*handle)
             there = torch.empty(0, dtype=torch.int64, device=f"cuda:{rank}")
-            there.set_(storage, 0, (words,))
+            there.set_(storage, 0, (words,), (1,))
             there[:1].copy_(own[:1])  # peer access
             blocks.append(there)
         self.barrier()
@@ -65,16 +66,16 @@ class Link:
         self.barrier()
         return blocks
 
-    def exchange(self, words: int, absent: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    def exchange(self, words: int) -> tuple[Tensor, ...]:
         """peers, exchange, step_counter, rank of this rank, over blocks that live as long."""
         blocks = self.blocks(words)
         peers = torch.zeros(MOST, dtype=torch.int64)
-        for rank, block in enumerate(blocks):
-            peers[rank] = 0 if rank in absent else block.data_ptr()
+        for other, block in enumerate(blocks):
+            peers[other] = block.data_ptr()
         self._kept = blocks
-        counter, rank = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-        rank[0] = self.rank
-        return peers.cuda(), blocks[self.rank], counter.cuda(), rank.cuda()
+        counter = torch.zeros(4, dtype=torch.int64)
+        number = torch.tensor([self.rank, 0, 0, 0], dtype=torch.int32)
+        return peers.cuda(), blocks[self.rank], counter.cuda(), number.cuda()
 
 
 def start(world: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -86,7 +87,7 @@ def start(world: int, work: Callable[..., None], *arguments: Any) -> None:
             "MASTER_PORT": str(free.getsockname()[1]),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-    torch.multiprocessing.spawn(_run, (world, work, arguments), world)
+    processes.spawn(_run, (world, work, arguments), world)
 
 
 def _run(rank: int, world: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
