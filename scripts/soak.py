@@ -55,15 +55,16 @@ def make_work(engine: Engine, number: int) -> Work:
     return Work(common + own, tokens, draw.randrange(3))
 
 
-def run_mixed(engine: Engine, work: list[Work], crowd: int, seconds: float) -> list[Request]:
-    """Keep `crowd` requests under way, for so long; now and then abort one, or preempt one that runs."""
+def run_mixed(engine: Engine, numbers: range, crowd: int, seconds: float) -> list[Request]:
+    """Keep `crowd` of these requests under way, for so long; now and then abort one, or preempt one that
+    runs."""
     draw, requests, open_ones = random.Random(0), list[Request](), list[Request]()
     until = time.monotonic() + seconds
-    while open_ones or len(requests) < len(work):
+    while open_ones or len(requests) < len(numbers):
         if time.monotonic() > until:
-            work = work[: len(requests)]
-        while len(open_ones) < crowd and len(requests) < len(work):
-            item = work[len(requests)]
+            numbers = numbers[: len(requests)]
+        while len(open_ones) < crowd and len(requests) < len(numbers):
+            item = make_work(engine, numbers[len(requests)])
             requests.append(engine.submit(item.prompt, item.params, priority=item.priority))
             open_ones.append(requests[-1])
         engine.step()
@@ -156,8 +157,8 @@ def main(
     with mixed_load(steps_per_replay=steps_per_replay) as engine:
         click.echo(f"load: {', '.join(f'{name} {t:.3f}' for name, t in engine.timings.items())}")
         ranks, start = engine.spec.tp, time.perf_counter()
-        work = [make_work(engine, number) for number in range(first, first + count)]
-        mixed = run_mixed(engine, work, 2 * engine.spec.max_running, seconds)
+        numbers = range(first, first + count)
+        mixed = run_mixed(engine, numbers, 2 * engine.spec.max_running, seconds)
         count, steps = len(mixed), engine.steps
         engine.scheduler.check()
         seen, accounts = engine.scheduler, engine.scheduler.accounting()
@@ -171,7 +172,8 @@ def main(
     with load(against or folder, prefix_cache=False, device_index=one) as engine:
         exact = engine.spec.dtype == "float32"
         verdict = Verdict(gap or (1e-4 if exact else 0.1))
-        for at, (item, request) in enumerate(zip(work, mixed, strict=False)):
+        for at, request in enumerate(mixed):
+            item = make_work(engine, first + at)
             wanted = engine.generate(item.prompt, item.params)[0].choices[0]
             if verdict.add(found := request.completion().choices[0], wanted, exact=exact):
                 click.echo(f"request {first + at} differs: {found.finish_reason}")
