@@ -1,7 +1,9 @@
 """All ranks of a CUDA engine in one process, each on a stream of one GPU: kernels of the ranks run beside
 one another, while those of processes that share a GPU take turns of milliseconds.
 
-For long runs under the real scheduler where there is one GPU. What is between processes is left out.
+For long runs under the real scheduler where there is one GPU. What is between processes is left out, and
+launches do not begin early: those that wait for the launch before them would fill the GPU, while that one
+waits for a rank that finds no room.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ def load_beside(
         steps_per_replay=steps_per_replay,
         device_index=(0,) * manifest.spec.tp,
     )
+    vars(capture)["overlap_launches"] = lambda graph: None
     others: list[Place] = []
     for rank in range(manifest.spec.tp - 1, -1, -1):
         capture.step_stream.cache_clear()  # each has a stream of its own
