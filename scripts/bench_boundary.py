@@ -22,7 +22,6 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from bench.chain import conv_residual_norm
 from bench.links import Link, start
 from bench.timing import Call, about, capture, elapsed
@@ -87,7 +86,7 @@ class Inputs:
             total += part.float()
         mine = self.residual[i], self.taps[i], self.gain[i], self.pool, *self.rows
         none = (torch.zeros(1),) * 4  # of one rank nothing is read
-        arguments: list[Any] = [total.to(parts[0].dtype).cpu(), *(t.cpu() for t in mine), *none]
+        arguments: list[Any] = [total.to(parts[0].dtype), *(t.cpu() for t in mine), *none]
         return reference.boundary(*[*arguments, i, 0, 1, EPS, 1])
 
 
@@ -97,9 +96,7 @@ def check(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> str:
     off, worst, equal = 0, 0.0, True
     for i, call in enumerate(calls[:-1]):
         if i in (0, 1):
-            gathered = [torch.empty_like(inputs.x[i]) for _ in range(link.world)]
-            dist.all_gather(gathered, inputs.x[i])
-            wanted = inputs.reference(gathered, i)
+            wanted = inputs.reference(link.all(inputs.x[i].cpu()), i)
         found = call()
         torch.cuda.synchronize()
         if i in (0, 1):
@@ -116,22 +113,11 @@ def check(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> str:
     return f"ranks equal: {equal}, {off} elements differ from the reference, by {worst:.3g}; error {error}"
 
 
-def symmetric(inputs: Inputs, group: dist.ProcessGroup) -> list[Tensor]:
-    """Copies of the inputs in torch's symmetric memory."""
-    copies = []
-    for x in inputs.x:
-        copy = symm_mem.empty(*x.shape, dtype=x.dtype, device=x.device)
-        symm_mem.rendezvous(copy, group)
-        copies.append(copy.copy_(x))
-    return copies
-
-
 def sides_of(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> tuple[Sides, Any]:
     """The calls of each side, and what puts their inputs back."""
-    whole = dist.group.WORLD
-    assert whole is not None
-    group = whole.group_name
-    mine, theirs = [x.clone() for x in inputs.x], symmetric(inputs, whole)
+    group = link.group.group_name
+    mine = [x.clone() for x in inputs.x]
+    theirs = [link.symmetric(*x.shape, dtype=x.dtype)[0] for x in inputs.x]
 
     def nccl(i: int) -> object:
         dist.all_reduce(mine[i])
