@@ -44,6 +44,20 @@ def push_sum_kernel(
 
 
 @triton.jit
+def pulled_sum(
+    x, peers, own, sequence, given, at, count, WORLD: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """fp32 sum in rank order of the elements `at` of `x` and of the parts of those that have `given`."""
+    found = tl.zeros(at.shape, tl.float32)
+    for r in tl.static_range(WORLD):
+        block = tl.where(r == own, x.to(tl.int64), tl.load(peers + r))
+        part = tl.where(r == own, x, part_at(block, sequence, HALF, x.dtype))
+        known = at < tl.where((given >> r) & 1 != 0, count, 0)
+        found += tl.load(part + at, known, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return found
+
+
+@triton.jit
 def sum_kernel(
     x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,16 +72,52 @@ def sum_kernel(
     for i in range(ROUNDS):
         at = first + i * step + tl.arange(0, BLOCK)
         tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, WORLD)
+    given = meet(peers, exchange, own, sequence, 0, WORLD)
     for i in range(ROUNDS):
         at = first + i * step + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for r in tl.static_range(WORLD):
-            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
-            known = at < tl.where((given >> r) & 1 != 0, count, 0)
-            part = part_at(block, sequence, HALF, kind) + at
-            total += tl.load(part, known, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(y + at, total.to(y.dtype.element_ty), at < count)
+        found = pulled_sum(x, peers, own, sequence, given, at, count, WORLD, HALF)
+        tl.store(y + at, found.to(y.dtype.element_ty), at < count)
+
+
+@triton.jit
+def scatter_sum_kernel(
+    x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """`sum_kernel` of many ranks: each sums a segment and leaves it where its own part of it was, where
+    the others fetch it. A segment whose rank gives nothing is summed by all."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
+    segment = tl.cdiv(count, WORLD * BLOCK) * BLOCK
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for i in range(ROUNDS * WORLD):
+        begin = first + i // WORLD * step
+        at = i % WORLD * segment + begin + tl.arange(0, BLOCK)
+        end = tl.where(begin < segment, count, 0)
+        tl.store(mine + at, tl.load(x + at, at < end, other=0.0), at < end)
+    given = meet(peers, exchange, own, sequence, 0, WORLD)
+    for i in range(ROUNDS):
+        begin = first + i * step
+        at = own * segment + begin + tl.arange(0, BLOCK)
+        end = tl.where(begin < segment, count, 0)
+        found = pulled_sum(x, peers, own, sequence, given, at, end, WORLD, HALF)
+        tl.store(mine + at, found.to(y.dtype.element_ty), at < end)
+        tl.store(y + at, found.to(y.dtype.element_ty), at < end)
+    summed = meet(peers, exchange, own, sequence, 1, WORLD)
+    for i in range(ROUNDS * WORLD):
+        of, begin = i % WORLD, first + i // WORLD * step
+        at = of * segment + begin + tl.arange(0, BLOCK)
+        end = tl.where((begin < segment) & (of != own), count, 0)
+        if (summed >> of) & 1 != 0:
+            ready = part_at(tl.load(peers + of), sequence, HALF, x.dtype) + at
+            found = tl.load(ready, at < end, other=0.0, cache_modifier=".cg")
+        else:
+            found = pulled_sum(x, peers, own, sequence, given, at, end, WORLD, HALF).to(
+                y.dtype.element_ty
+            )
+        tl.store(y + at, found, at < end)
 
 
 @triton.jit
@@ -110,7 +160,7 @@ def gather_kernel(
     for i in range(ROUNDS):
         at = first + i * step + tl.arange(0, BLOCK)
         tl.store(mine + at, tl.load(logits + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, WORLD)
+    given = meet(peers, exchange, own, sequence, 0, WORLD)
     for i in range(ROUNDS):
         at = first + i * step + tl.arange(0, BLOCK)
         row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
@@ -182,7 +232,7 @@ def embed_kernel(
         values = tl.load(rows + column, column < tl.where(held, WIDTH, 0), other=0.0)
         to = mine + t.to(tl.int64) * WIDTH
         tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
-    given = meet(peers, exchange, own, sequence, WORLD)
+    given = meet(peers, exchange, own, sequence, 0, WORLD)
     for i in range(ROUNDS):
         t = tl.program_id(0) + i * tl.num_programs(0)
         token = token_at(ids, token_rows, t, count, depth, IDS, ROWS, DRAFTS, DRAFTED)
@@ -235,8 +285,10 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
             *arguments, **known, BLOCK=block, num_warps=block // 256, num_stages=1
         )
         return y
-    block, warps, programs, rounds = _blocks(count, 4096)
-    launchable(sum_kernel)[(programs,)](
+    # what each rank reads of the others is less in segments from three ranks on
+    kernel, share = (sum_kernel, count) if world == 2 else (scatter_sum_kernel, count // world)
+    block, warps, programs, rounds = _blocks(share, 4096)
+    launchable(kernel)[(programs,)](
         *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
     )
     return y

@@ -71,13 +71,15 @@ def arrived(exchange, flag, sequence, r):
 
 
 @triton.jit
-def meet(peers, exchange, own, sequence, WORLD: tl.constexpr):
-    """Publish what the program wrote to its half; a bit for each rank that has given its part."""
+def meet(peers, exchange, own, sequence, phase: tl.constexpr, WORLD: tl.constexpr):
+    """Publish what the program wrote to its half, in the first or second `phase` (0, 1) of a call; a
+    bit for each rank that has come as far. A flag is 2 * sequence + phase."""
     program = tl.program_id(0)
+    sequence = 2 * sequence + phase
     tl.debug_barrier()  # every thread has written its part
     tl.atomic_xchg(exchange + _CONTROL + program, sequence, sem="release", scope="sys")
     given = tl.full((), 0, tl.int32)
-    for r in tl.static_range(WORLD):
+    for r in range(WORLD):
         block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
         if block != 0:
             flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + program

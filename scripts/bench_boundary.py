@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,20 +22,19 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from bench.chain import conv_residual_norm
 from bench.links import Link, start
-from bench.timing import about, capture, elapsed
+from bench.timing import Call, about, capture, elapsed
 from torch import Tensor
 
 from inkling_engine.kernels._case_rows import Row, Step
-from inkling_engine.kernels._exchange import exchange_words
+from inkling_engine.kernels._exchange import LIMIT, exchange_words
 from inkling_engine.kernels.boundary import reference
 from inkling_engine.kernels.boundary.triton_kernel import boundary
 
 WIDTH, EPS, DECODE = 4096, 1e-6, 128
 CALLS = 24  # of a step; even, and so is what a replay makes, so that no slot follows itself
-Sides = Mapping[str, Sequence[Callable[[], Any]]]
+Sides = Mapping[str, Sequence[Call]]
 
 
 class Inputs:
@@ -56,15 +55,13 @@ class Inputs:
         rows_of = step.token_rows, step.slots, step.sources, step.starts, step.lengths
         self.rows = [tensor.cuda() for tensor in (*rows_of, *step.destinations)]
 
-    def ours(self, ranks: tuple[Tensor, ...], world: int) -> list[Callable[[], Any]]:
+    def ours(self, ranks: tuple[Tensor, ...], world: int) -> list[Call]:
         """Our boundaries, and the step's end."""
-        made: list[Callable[[], Any]] = [
-            partial(
-                boundary, self.x[i], self.residual[i], self.taps[i], self.gain[i], self.pool,
-                *self.rows, *ranks, i, i, CALLS, EPS, world,
-            )
-            for i in range(len(self.x))
-        ]  # fmt: skip
+        made: list[Call] = []
+        for i, x in enumerate(self.x):
+            arguments: list[Any] = [x, self.residual[i], self.taps[i], self.gain[i], self.pool]
+            arguments += [*self.rows, *ranks, i, i, CALLS, EPS, world]
+            made.append(partial(boundary, *arguments))
         return [*made, partial(ranks[2][:1].add_, 1)]
 
     def chain(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -87,11 +84,10 @@ class Inputs:
         total = torch.zeros_like(parts[0], dtype=torch.float32)
         for part in parts:
             total += part.float()
-        cpu = [tensor.cpu() for tensor in self.rows]
-        return reference.boundary(
-            total.to(parts[0].dtype).cpu(), self.residual[i].cpu(), self.taps[i].cpu(),
-            self.gain[i].cpu(), self.pool.cpu(), *cpu, *(torch.zeros(1),) * 4, i, 0, 1, EPS, 1,
-        )  # fmt: skip
+        mine = self.residual[i], self.taps[i], self.gain[i], self.pool, *self.rows
+        none = (torch.zeros(1),) * 4  # of one rank nothing is read
+        arguments: list[Any] = [total.to(parts[0].dtype), *(t.cpu() for t in mine), *none]
+        return reference.boundary(*[*arguments, i, 0, 1, EPS, 1])
 
 
 def check(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> str:
@@ -100,9 +96,7 @@ def check(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> str:
     off, worst, equal = 0, 0.0, True
     for i, call in enumerate(calls[:-1]):
         if i in (0, 1):
-            gathered = [torch.empty_like(inputs.x[i]) for _ in range(link.world)]
-            dist.all_gather(gathered, inputs.x[i])
-            wanted = inputs.reference(gathered, i)
+            wanted = inputs.reference(link.all(inputs.x[i].cpu()), i)
         found = call()
         torch.cuda.synchronize()
         if i in (0, 1):
@@ -119,20 +113,11 @@ def check(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> str:
     return f"ranks equal: {equal}, {off} elements differ from the reference, by {worst:.3g}; error {error}"
 
 
-def symmetric(link: Link, inputs: Inputs) -> list[Tensor]:
-    """Copies of the inputs in torch's symmetric memory."""
-    copies = []
-    for x in inputs.x:
-        copy = symm_mem.empty(*x.shape, dtype=x.dtype, device=x.device)
-        symm_mem.rendezvous(copy, dist.group.WORLD.group_name)
-        copies.append(copy.copy_(x))
-    return copies
-
-
 def sides_of(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> tuple[Sides, Any]:
     """The calls of each side, and what puts their inputs back."""
-    group = dist.group.WORLD.group_name
-    mine, theirs = [x.clone() for x in inputs.x], symmetric(link, inputs)
+    group = link.group.group_name
+    mine = [x.clone() for x in inputs.x]
+    theirs = [link.symmetric(*x.shape, dtype=x.dtype)[0] for x in inputs.x]
 
     def nccl(i: int) -> object:
         dist.all_reduce(mine[i])
@@ -150,7 +135,7 @@ def sides_of(link: Link, inputs: Inputs, ranks: tuple[Tensor, ...]) -> tuple[Sid
             theirs[i].copy_(x)
 
     calls = range(len(inputs.x))
-    sides = {
+    sides: Sides = {
         "ours": inputs.ours(ranks, link.world),
         "NCCL": [partial(nccl, i) for i in calls],
         "one-shot": [partial(one_shot, i) for i in calls],
@@ -183,6 +168,7 @@ def work(link: Link, options: argparse.Namespace) -> None:
     """One rank's part."""
     most = max(options.rows)
     ranks = link.exchange(exchange_words(2 * most * WIDTH, link.world))
+    ranks[1][LIMIT] = 60_000  # ms: ranks compile at their own speed
     records = []
     for rows in options.rows:
         calls = CALLS if rows <= DECODE else 4

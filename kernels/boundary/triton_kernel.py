@@ -236,31 +236,26 @@ def boundary(
 ) -> tuple[Tensor, Tensor]:
     """Hidden state and its norm; see the package docstring."""
     (tokens, width), rows, (pool_slots, ring) = x.shape, slots.shape[0], conv_pool.shape[1:3]
-    config = configure(tokens, width)
+    config, unit, wanted = configure(tokens, width), LAYER_UNIT.value, destination_slots.shape[1]
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
-    alone = tokens <= rows
-    ranks = peers, exchange, step_counter, rank
+    sizes = {"WIDTH": width, "BLOCK": config.block, "RING": ring, "num_warps": config.warps}
+    sizes |= {"DESTINATIONS": wanted, "DESTINED": triton.next_power_of_2(wanted)}
+    row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
+    ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
     if world > 1 and alone and config.hold and pushed(x.nbytes, exchange, world):
         launchable(ranks_boundary_kernel)[(rows,)](
-            x, residual, conv_weight, norm_weight, conv_pool, slots, sources, starts, lengths,
-            destination_slots, destination_offsets, *ranks, hidden, normed, tokens, rows,
-            pool_slots, LAYER_UNIT.value * layer, LAYER_UNIT.value * call,
-            eps, WIDTH=width, BLOCK=config.block, DESTINATIONS=destination_slots.shape[1],
-            DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring,
-            **layout(exchange, calls, world), num_warps=config.warps,
+            x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
+            tokens, rows, pool_slots, unit * layer, unit * call, eps,
+            **sizes, **layout(exchange, calls, world),
         )  # fmt: skip
         return hidden, normed
     if world > 1:
         x = summed(x, ranks, call, calls, world)
     programs = rows if alone else rows + triton.cdiv(tokens, config.strip)
     launchable(boundary_kernel)[(programs,)](
-        x, residual, conv_weight, norm_weight, conv_pool, token_rows, slots, sources, starts,
-        lengths, destination_slots, destination_offsets, hidden, normed,
-        tokens, rows, pool_slots, LAYER_UNIT.value * layer, eps,
-        WIDTH=width, BLOCK=config.block, STRIP=config.strip, HOLD=config.hold, ALONE=alone,
-        STAGES=1 if alone else config.stages, DESTINATIONS=destination_slots.shape[1],
-        DESTINED=triton.next_power_of_2(destination_slots.shape[1]), RING=ring,
-        num_warps=config.warps,
+        x, residual, conv_weight, norm_weight, conv_pool, token_rows, *row_inputs, hidden, normed,
+        tokens, rows, pool_slots, unit * layer, eps, STRIP=config.strip, HOLD=config.hold,
+        ALONE=alone, STAGES=1 if alone else config.stages, **sizes,
     )  # fmt: skip
     return hidden, normed
 
@@ -272,7 +267,7 @@ def compile_cases() -> list[CompileCase]:
     i64, cases = {"dtype": torch.int64}, []
     sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
-    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (4096, 8, 3, 8))
+    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (72, 8, 11, 2), (4096, 8, 3, 8))
     alone = [(*size, 3, 1) for size in sizes] + [(*size, 1) for size in drafting]
     for tokens, rows, ring, world in (*alone, *worlds):
         cases += launches(

@@ -1,7 +1,7 @@
 """Processes of several ranks, one a GPU, and the exchange blocks that they show one another.
 
-A block is the storage of a tensor of its own, shared by CUDA IPC. Its kernels may write the other ranks'
-blocks, so every pair of GPUs needs peer access, which torch's first copy between them turns on.
+A block lies in torch's symmetric memory, whose rendezvous gives every process the addresses of all. An
+engine's own ranks share theirs without torch (`runtime/`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.multiprocessing.spawn as processes
 from torch import Tensor
 
 MOST = 8
@@ -21,18 +23,19 @@ MOST = 8
 
 @dataclass
 class Link:
-    """One rank of `world`: its groups, and a process' view of all blocks."""
+    """One rank of `world`: its group of devices, and one over the CPU."""
 
     rank: int
     world: int
+    group: dist.ProcessGroup = field(init=False)
     cpu: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        torch.cuda.set_device(self.rank)
-        dist.init_process_group(
-            "nccl", rank=self.rank, world_size=self.world, device_id=torch.device("cuda", self.rank)
-        )
-        self.cpu = dist.new_group(backend="gloo")
+        device = torch.device("cuda", self.rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rank=self.rank, world_size=self.world, device_id=device)
+        assert dist.group.WORLD is not None
+        self.group, self.cpu = dist.group.WORLD, dist.new_group(backend="gloo")
 
     def barrier(self) -> None:
         """All ranks' devices have done what was asked of them."""
@@ -45,48 +48,31 @@ class Link:
         dist.all_gather_object(found, value, group=self.cpu)
         return found
 
-    def blocks(self, words: int) -> list[Tensor]:
-        """Zeroed exchange blocks [words] i64 of all ranks, as this one can address them."""
-        own = torch.zeros(words, dtype=torch.int64, device="cuda")
-        torch.cuda.synchronize()
-        handles = self.all(own.untyped_storage()._share_cuda_())
-        blocks = []
-        for rank, handle in enumerate(handles):
-            if rank == self.rank:
-                blocks.append(own)
-                continue
-            storage = torch.UntypedStorage._new_shared_cuda(*handle)
-            there = torch.empty(0, dtype=torch.int64, device=f"cuda:{rank}")
-            there.set_(storage, 0, (words,))
-            there[:1].copy_(own[:1])  # peer access
-            blocks.append(there)
-        self.barrier()
-        own.zero_()
-        self.barrier()
-        return blocks
+    def symmetric(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+        """Memory of this rank that the others can address, and where each one's is."""
+        own = symm_mem.empty(*shape, dtype=dtype, device=torch.device("cuda", self.rank))
+        addresses = list(symm_mem.rendezvous(own, self.group).buffer_ptrs)
+        assert addresses[self.rank] == own.data_ptr()
+        return own, addresses
 
-    def exchange(self, words: int, absent: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-        """peers, exchange, step_counter, rank of this rank, over blocks that live as long."""
-        blocks = self.blocks(words)
-        peers = torch.zeros(MOST, dtype=torch.int64)
-        for rank, block in enumerate(blocks):
-            peers[rank] = 0 if rank in absent else block.data_ptr()
-        self._kept = blocks
-        counter, rank = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-        rank[0] = self.rank
-        return peers.cuda(), blocks[self.rank], counter.cuda(), rank.cuda()
+    def exchange(self, words: int) -> tuple[Tensor, ...]:
+        """peers, exchange, step_counter, rank of this rank, in a clean state."""
+        block, addresses = self.symmetric(words, dtype=torch.int64)
+        block.zero_()
+        self.barrier()
+        peers = torch.tensor([*addresses, *[0] * (MOST - self.world)])
+        counter = torch.zeros(4, dtype=torch.int64)
+        number = torch.tensor([self.rank, 0, 0, 0], dtype=torch.int32)
+        return peers.cuda(), block, counter.cuda(), number.cuda()
 
 
 def start(world: int, work: Callable[..., None], *arguments: Any) -> None:
     """Run work(Link, *arguments) in `world` processes; an error of one is raised."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-    torch.multiprocessing.spawn(_run, (world, work, arguments), world)
+        port = str(free.getsockname()[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    processes.spawn(_run, (world, work, arguments), world)
 
 
 def _run(rank: int, world: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,18 @@ from kernels.test_exchange import CALLS, COLUMNS, STEP, TOKENS, VOCAB, WIDTH, pa
 from kernels.test_ops import assert_close
 from torch import Tensor
 
+from inkling_engine.kernels import _exchange
 from inkling_engine.kernels._cases import normal
-from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, exchange_words
-from inkling_engine.kernels._exchange import half_words as half_of
+from inkling_engine.kernels._exchange import (
+    CONTROL,
+    ERROR,
+    FLAGS,
+    HEADER,
+    LIMIT,
+    exchange_words,
+    half_words,
+    slot_words,
+)
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.draft_input import draft_input
@@ -30,22 +40,55 @@ from inkling_engine.kernels.gather_logits import gather_logits
 pytest.importorskip("triton", reason="needs Triton")
 
 WORLD, OWN, COUNTER = 4, 1, 7
+SEGMENT = TOKENS * WIDTH // WORLD
 Blocks = list[Tensor]
 
 
-def blocks_before(call: int, given: list[Tensor]) -> Blocks:
-    """Every rank's block; those of the peers as if they had published `given` in `call`."""
+def slot_of(block: Tensor, call: int, source: int) -> Tensor:
+    """Where rank `source` pushes in `call`."""
+    sequence, slot = COUNTER * CALLS + call + 1, slot_words(len(block), WORLD)
+    line = sequence % 2 * WORLD + source
+    return block[HEADER + 2 * half_words(len(block), WORLD) + line * slot :][:slot]
+
+
+def bits_of(part: Tensor) -> Tensor:
+    """The elements of `part` as they are pushed: none has zero bits."""
+    kind = torch.int16 if part.dtype == torch.bfloat16 else torch.int32
+    bits = part.flatten().view(kind)
+    return bits.where(bits != 0, torch.iinfo(kind).min)
+
+
+def blocks_before(call: int, given: list[Tensor], pushed: bool, flag: int = 2) -> Blocks:
+    """Every rank's block; as if the peers had published, or pushed, `given` in `call`."""
     sequence = COUNTER * CALLS + call + 1
-    blocks = []
+    words = exchange_words(4 * TOKENS * WIDTH, WORLD if pushed else 0)
+    blocks = [torch.zeros(words, dtype=torch.int64) for _ in given]
     for rank, one in enumerate(given):
-        block = torch.zeros(exchange_words(4 * TOKENS * WIDTH, WORLD), dtype=torch.int64)
-        if rank != OWN:
-            half = block[HEADER + sequence % 2 * half_of(len(block)) :]
-            half.view(one.dtype)[: one.numel()] = one.flatten()
-            block[CONTROL : CONTROL + FLAGS] = sequence
-        block[LIMIT] = 5  # polls, in the interpreter
-        blocks.append(block)
+        if rank != OWN and pushed:
+            bits = bits_of(one)
+            slot_of(blocks[OWN], call, rank).view(bits.dtype)[: len(bits)] = bits
+        elif rank != OWN:
+            part_of(blocks[rank], call, one.dtype)[: one.numel()] = one.flatten()
+            blocks[rank][CONTROL : CONTROL + FLAGS] = flag * sequence
+        blocks[rank][LIMIT] = 5  # polls, in the interpreter
     return blocks
+
+
+def part_of(block: Tensor, call: int, dtype: torch.dtype) -> Tensor:
+    """The half of `call` in a block without slots."""
+    sequence = COUNTER * CALLS + call + 1
+    return block[HEADER + sequence % 2 * half_words(len(block)) :].view(dtype)
+
+
+def segments_summed(blocks: Blocks, call: int, given: list[Tensor], there: Sequence[int]) -> None:
+    """What ranks other than this one have done with their segments of a sum, of those `there`."""
+    total = torch.zeros(given[0].shape)
+    for rank in there:
+        total += given[rank].float()
+    for rank in set(there) - {OWN}:
+        segment = slice(rank * SEGMENT, (rank + 1) * SEGMENT)
+        part_of(blocks[rank], call, given[0].dtype)[segment] = total.flatten()[segment]
+        blocks[rank][CONTROL : CONTROL + FLAGS] += 1
 
 
 def ranks(blocks: Blocks, absent: int | None = None) -> tuple[Tensor, ...]:
@@ -78,30 +121,59 @@ def calls_of(dtype: torch.dtype) -> list[tuple[Op, int, list[Tensor], list[Any],
 
 def compare(
     op: Op, call: int, given: list[Tensor], before: list[Any], after: list[Any], absent: int | None,
-    late: int | None,
+    late: int | None, pushed: bool,
 ) -> None:  # fmt: skip
-    """The launch and the reference on the same peers' blocks: results, data and error word."""
-    results = []
-    for run in (op.reference, op.launch):
-        blocks = blocks_before(call, given)
-        if late is not None:
+    """The launch and the reference on the same peers' parts: results, what is given, error word."""
+
+    def run(how: Callable[..., Any], pushed: bool, flag: int) -> tuple[list[Tensor], Blocks]:
+        blocks = blocks_before(call, given, pushed, flag)
+        if op is boundary and flag == 2 and not pushed:
+            segments_summed(
+                blocks, call, given, [r for r in range(WORLD) if r not in (absent, late)]
+            )
+        if pushed and (silent := late or absent) is not None:
+            slot_of(blocks[OWN], call, silent).zero_()
+        elif late is not None:
             blocks[late][CONTROL : CONTROL + FLAGS] -= 1
         copies = [one.clone() if isinstance(one, Tensor) else one for one in before]
-        found = run(*copies, *ranks(blocks, absent), *after)
-        results.append((found if isinstance(found, tuple) else (found,), blocks[OWN]))
-    (wanted, theirs), (found, ours) = results
+        found = how(*copies, *ranks(blocks, absent), *after)
+        return list(found) if isinstance(found, tuple) else [found], blocks
+
+    (wanted, theirs), (found, ours) = run(op.reference, False, 1), run(op.launch, pushed, 2)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 8e-3 if one.dtype == torch.bfloat16 else 1e-6)
-    assert torch.equal(ours[HEADER:], theirs[HEADER:]), "another part is published"
-    assert int(ours[CONTROL]) == int(theirs[CONTROL]), "another sequence is published"
-    assert int(ours[ERROR]) == int(theirs[ERROR]) == (0 if late is None else 1 + late)
+    assert int(ours[OWN][ERROR]) == int(theirs[OWN][ERROR]) == (0 if late is None else 1 + late)
+    if pushed:
+        published(call, given[OWN], ours, absent)
+        return
+    summed, sequence = op is boundary, COUNTER * CALLS + call + 1
+    assert int(ours[OWN][CONTROL]) == 2 * sequence + summed, "another sequence is published"
+    part = part_of(ours[OWN], call, given[OWN].dtype)[: given[OWN].numel()]
+    same = part == given[OWN].flatten()
+    if summed:
+        same[OWN * SEGMENT : (OWN + 1) * SEGMENT] = True
+    assert bool(same.all()), "another part is published"
 
 
-def a_flag_is_one_programs() -> None:
-    """The part of a program whose flag has not come is not read."""
+def published(call: int, own: Tensor, blocks: Blocks, absent: int | None) -> None:
+    """Every peer that is there has this rank's part and nothing else; what came is cleaned away."""
+    assert not blocks[OWN][HEADER:].any(), "a slot is not clean"
+    for rank, block in enumerate(blocks):
+        if rank not in (OWN, absent):
+            slot, bits = slot_of(block, call, OWN), bits_of(own)
+            assert torch.equal(slot.view(bits.dtype)[: len(bits)], bits), "another part is pushed"
+            slot.zero_()
+            assert not block[HEADER:].any(), "something else is pushed"
+
+
+def what_a_program_misses_is_its_own(pushed: bool) -> None:
+    """A part of which a program's flag, or an element of a program's, has not come is not read there."""
     op, call, given, before, after = calls_of(torch.float32)[2]
-    blocks = blocks_before(call, given)
-    blocks[3][CONTROL + 1] -= 1
+    blocks = blocks_before(call, given, pushed)
+    if pushed:
+        slot_of(blocks[OWN], call, 3).view(torch.int32)[1030] = 0
+    else:
+        blocks[3][CONTROL + 1] -= 1
     whole = op.launch(*before, *ranks(blocks), *after)
     wanted = torch.cat(given, 1)[:, :-3]
     same = (whole == wanted).all(0)
@@ -117,12 +189,14 @@ def main() -> None:
 
     repair_interpreter()
     compared = 0
-    for dtype in (torch.float32, torch.bfloat16):
-        for absent, late in ((None, None), (2, None), (None, 3)):
-            for call in calls_of(dtype):
-                compare(*call, absent, late)
-                compared += 1
-    a_flag_is_one_programs()
+    for pushed in (True, False):
+        _exchange.MOST_PUSHED = 1 << 18 if pushed else 0
+        for dtype in (torch.float32, torch.bfloat16):
+            for absent, late in ((None, None), (2, None), (None, 3)):
+                for call in calls_of(dtype):
+                    compare(*call, absent, late, pushed)
+                    compared += 1
+        what_a_program_misses_is_its_own(pushed)
     print(compared, "calls")
 
 
@@ -133,7 +207,7 @@ def test_launches_read_what_the_peers_gave() -> None:
     command = [sys.executable, __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "24 calls"
+    assert done.stdout.splitlines()[-1] == "48 calls"
 
 
 if __name__ == "__main__":
