@@ -233,11 +233,13 @@ def test_cuda_needs_a_cuda_build_of_torch_but_no_gpu(monkeypatch: pytest.MonkeyP
         require_buildable(plan)
 
 
-def test_programs_alone_are_built_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "ranks"), [("inkling-small", 8), ("inkling-tiny", 2)])
+def test_engines_of_several_ranks_are_built(
+    monkeypatch: pytest.MonkeyPatch, model: str, ranks: int
+) -> None:
+    """Programs alone, and with weights."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    require_buildable(make_plan(BuildOptions(model="inkling-small", device="cuda", tp=8)))
-    with pytest.raises(UsageError, match="--tp: found 2"):
-        require_buildable(make_plan(BuildOptions(model="inkling-tiny", device="cuda", tp=2)))
+    require_buildable(make_plan(BuildOptions(model=model, device="cuda", tp=ranks)))
 
 
 def test_a_large_engine_is_lowered_where_no_gpu_is_seen(
