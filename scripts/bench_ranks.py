@@ -4,9 +4,8 @@
 One process leads all GPUs; each rank's ops are captured while the others are absent, then their exchange
 blocks are shown to one another. Random weights with a chosen expert stream (`bench/rank.py`), alike on
 all ranks. The floor is a rank's bytes over the copy bandwidth measured in the run, and for each of the
-exchanges, two a layer, one of the embedding and one of the logits: LAUNCH_US for a captured launch, and
-what one rank must be told by the others over NVLINK. `--devices 0,0` has both ranks share a GPU: that
-shows that they agree, not how fast they are.
+exchanges, two a layer, one of the embedding and one to sample: LAUNCH_US for a captured launch, and what
+the others must tell one rank of the sums over NVLINK.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from inkling_engine.kernels import _op, table
 _op.target_cuda()  # before any op module is imported
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from bench import timing
 from bench.rank import SPARE, RankStep, rank_weights, step_floor
 from bench.timing import about, capture, measured_ceilings
 from bench.work import one_rank
@@ -71,8 +69,6 @@ def main() -> int:
     torch.cuda.empty_cache()
     print(facts, ceilings, sep="\n", flush=True)
     world, records = len(options.devices), []
-    if len(set(options.devices)) < world:  # launches that began early would fill the GPU
-        vars(timing)["overlap_launches"] = lambda graph: None
     spec = spec_of(options, world)
     weights = []
     for device in options.devices:
@@ -206,10 +202,10 @@ def require_agreement(ranks: list[Rank], rows: int) -> None:
 
 
 def reduction_floor(spec: EngineSpec, rows: int) -> float:
-    """Microseconds of a decode step's exchanges: launches, and what comes from the other ranks."""
+    """Microseconds of a decode step's exchanges: launches, and the others' parts of the sums."""
     shape, others = spec.shape, spec.tp - 1
     sums = 1 + 2 * shape.layers
-    told = others * rows * (sums * shape.hidden * 2 + shape.vocab // spec.tp * 4)
+    told = others * rows * sums * shape.hidden * 2
     return (sums + 1) * LAUNCH_US + told / NVLINK * 1e6
 
 

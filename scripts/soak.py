@@ -129,7 +129,6 @@ class Verdict:
 @click.option("--steps-per-replay", default=1, show_default=True)
 @click.option("--against", type=click.Path(path_type=Path), help="Another engine for lone runs.")
 @click.option("--random-weights", type=int, help="Draw weights with this seed.")
-@click.option("--beside", is_flag=True, help="All ranks on one GPU, in this process.")
 @click.option("--device-index", default="0", help="Which GPUs: rank 0's, or one for each rank.")
 def main(
     folder: Path,
@@ -140,21 +139,13 @@ def main(
     steps_per_replay: int,
     against: Path | None,
     random_weights: int | None,
-    beside: bool,
     device_index: str,
 ) -> None:
     """Compare mixed traffic with lone runs."""
     start, given = time.perf_counter(), tuple(map(int, device_index.split(",")))
     devices = given if len(given) > 1 else given[0]
     load = partial(Engine.load, random_weights=random_weights)
-    if beside:
-        sys.path.append(str(Path(__file__).resolve().parent))
-        from bench.beside import load_beside
-
-        mixed_load = partial(load_beside, folder, random_weights=random_weights)
-    else:
-        mixed_load = partial(load, folder, device_index=devices)
-    with mixed_load(steps_per_replay=steps_per_replay) as engine:
+    with load(folder, steps_per_replay=steps_per_replay, device_index=devices) as engine:
         click.echo(f"load: {', '.join(f'{name} {t:.3f}' for name, t in engine.timings.items())}")
         ranks, start = engine.spec.tp, time.perf_counter()
         numbers = range(first, first + count)
