@@ -8,11 +8,14 @@ ranks' flags have come as far, and reads their parts. So nobody writes what a sl
 publishes s has read s - 1 of all, and they had then read s - 2. That holds while no number is left
 out: a program makes all its calls. What stands behind the step counter's growth has negative numbers.
 
+On a GPU two slots a rank follow the halves, into which the other ranks push small parts, and flags count
+twice as fast, for sums have two phases (`_exchange_triton.py`).
+
 `peers` [8] i64 are the blocks' addresses in this process, the own one's included. 0 is a rank that
 is absent: it is never waited for and gives nothing. Flags outlive steps and are never reset alone: who
 zeroes a step counter zeroes the block, before any rank's next step. With one rank nothing is read.
 
-A rank that does not come within LIMIT_MS (or word LIMIT, if that is not 0) is noted in the error
+A rank that does not come within LIMIT_MS (on a GPU GPU_LIMIT_MS; or word LIMIT, if that is not 0) is noted in the error
 word as 1 + rank, the first one only. Then nobody waits any more: what has not come counts as absent.
 On the CPU so is a rank whose process has ended: word LIFE + r may hold 1 + a descriptor, of this process,
 that hangs up then. Nothing of Python runs while a program waits, so the native wait looks itself; time

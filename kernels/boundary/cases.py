@@ -31,6 +31,15 @@ _STEPS = {
     "long-ring-decode": Step(
         rows=(Row(1, 9), INERT, Row(3, 1, source=8), Row(2, 300)), bucket_tokens=4, ring=5
     ),
+    "crowded": Step(
+        rows=(Row(1, 3, 4, snapshots=((2, 5),)), INERT, Row(2, 1, 2), INERT, INERT, INERT, INERT),
+        bucket_tokens=7,
+    ),
+    "crowded-long-ring": Step(
+        rows=(Row(1, 3, 4), INERT, Row(2, 1, 2, source=8), INERT, INERT, INERT, INERT),
+        bucket_tokens=7,
+        ring=6,
+    ),
     "swapped": Step(rows=(Row(1, 4, 2, source=2), Row(2, 6, 5, source=1)), bucket_tokens=8),
 }
 ALONE = Ranks()
@@ -57,8 +66,8 @@ def _case(name: str, step: Step, width: int, dtype: torch.dtype, ranks: Ranks = 
 
 
 def cases() -> list[Case]:
-    """Inert, short, resumed and snapshotting rows; rows that start from each other's slots; a rank whose
-    peers are absent."""
+    """Inert, short, resumed and snapshotting rows; more tokens in some than rows; rows that start from
+    each other's slots; a rank whose peers are absent."""
     alone = [
         _case(name, step, width, dtype)
         for name, step in _STEPS.items()
@@ -67,7 +76,7 @@ def cases() -> list[Case]:
     ]
     absent = [
         _case(f"{name}-rank", _STEPS[name], 192, dtype, Ranks(4, 2))
-        for name in ("decode", "padded")
+        for name in ("decode", "padded", "crowded", "crowded-long-ring")
         for dtype in (torch.float32, torch.bfloat16)
     ]
     return alone + absent
