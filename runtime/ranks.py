@@ -251,6 +251,8 @@ class Ranks:
             return FailedError(f"rank {dead[0]}", found, "a rank that goes on", REMEDY)
         missing = self.blocks.missing() if self._blocks else None
         blamed = next(rank for rank in (missing, *left, stuck) if rank is not None)
+        if blamed in self.processes:
+            self.processes[blamed].kill()  # it would not end by itself
         return FailedError(f"rank {blamed}", "waited for in vain", "its part of a sum", REMEDY)
 
 
