@@ -18,7 +18,7 @@ from support.fake_step import run_oracle
 from support.leftovers import gone
 from support.rank_rig import manifest_of, open_engine
 
-from inkling_engine.runtime import debug
+from inkling_engine.runtime import debug, usage
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import DoesNotFitError, FailedError, UserError
 from inkling_engine.runtime.mirror import Copy, Mirror
@@ -59,6 +59,20 @@ def test_three_ranks_give_the_tokens_of_one_and_agree(tmp_path: Path) -> None:
         assert not {"rank", "peers", "exchange", "kv_full"} & digests[0].keys()
     engine.close()
     assert [process.returncode for process in ranks.processes.values()] == [0, 0]
+
+
+def test_every_rank_tells_what_it_takes(tmp_path: Path) -> None:
+    """Also of a rank that has a replay on the way."""
+    engine, _ = open_engine(3, tmp_path)
+    with engine:
+        engine.submit(PROMPTS[0], LONG)
+        engine.step()
+        taken = usage.report(engine)
+        engine.step()
+    plan = usage.planned(engine.manifest)
+    assert [rank["planned"] for rank in taken["ranks"]] == [plan] * 3
+    assert len({rank["measured"]["used"] for rank in taken["ranks"]}) > 1
+    assert usage.render(taken["ranks"]).count("planned") == taken["tp"] == 3
 
 
 def test_digests_tell_which_pool_differs(tmp_path: Path) -> None:
