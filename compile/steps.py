@@ -144,12 +144,13 @@ def draft_phase(
     calls: Calls,
 ) -> None:
     """Bring the draft depths up to the frontier and choose the next round's drafts."""
-    meta = _draft_meta(spec, bucket, pools, step_meta)
+    most = 1 + bucket.drafts if bucket.drafts else 0
+    meta = _draft_meta(spec, most, pools, step_meta)
     rows = (meta.slots, meta.starts, meta.lengths)
     first = draft_gather(
         hidden, pools["draft_hidden"], meta.token_rows, meta.hidden_rows, meta.sources, meta.starts
     )
-    decoder = DraftDecoder(spec, weights, pools, meta, calls)
+    decoder = DraftDecoder(spec, weights, pools, meta, most, calls)
     for depth, logits in enumerate(decoder.logits(first)):
         draft_sample(
             logits,
@@ -181,8 +182,9 @@ def draft_phase(
     )
 
 
-def _draft_meta(spec: EngineSpec, bucket: Bucket, pools: Tensors, step_meta: StepMeta) -> DraftMeta:
-    """Metadata of the draft phase after the step of `step_meta` is committed."""
+def _draft_meta(spec: EngineSpec, most: int, pools: Tensors, step_meta: StepMeta) -> DraftMeta:
+    """Metadata of the draft phase after the step of `step_meta`, of at most `most` tokens a row, is
+    committed."""
     return DraftMeta(
         *draft_metadata(
             pools["request_state"],
@@ -199,6 +201,6 @@ def _draft_meta(spec: EngineSpec, bucket: Bucket, pools: Tensors, step_meta: Ste
             step_meta.emits,
             spec.page_size,
             spec.spec_depth,
-            1 + bucket.drafts if bucket.drafts else 0,
+            most,
         )
     )

@@ -27,10 +27,10 @@ SMALL = Heads(heads=3, kv_heads=1, dim=20, extent=12, window=8, rel=4)
 
 
 def make_case(
-    name: str, step: Step, shape: Heads, dtype: torch.dtype, limit: int, first: int = 0
+    name: str, step: Step, shape: Heads, dtype: torch.dtype, first: int = 0, *most: int
 ) -> Case:
     """A call of attention; the pool holds NaN wherever no token may look, as before position
-    `first`. `limit` is the op's last argument."""
+    `first`; `most` for the op of few tokens a row."""
     tokens, pool = step.bucket_tokens, step.kv(2, shape.kv_heads, shape.dim, dtype)
     for position in range(first):
         pages = step.page_table[:, position // step.page_size].long()
@@ -46,7 +46,8 @@ def make_case(
         step.lengths,
         1,
         shape.window,
-        limit,
+        first,
+        *most,
     )
     label = f"{name}-{shape.heads}x{shape.dim}-w{shape.window}-{str(dtype).removeprefix('torch.')}"
     return Case(label, arguments, tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype])
@@ -69,8 +70,8 @@ def cases() -> list[Case]:
     that begin later."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        found += [make_case(*step, dtype, limit=0) for step in _STEPS]
+        found += [make_case(*step, dtype) for step in _STEPS]
         for shape in (FULL, LOCAL):
             step = Step(_DRAFTS, bucket_tokens=34)
-            found.append(make_case("first", step, shape, dtype, limit=8, first=8))
+            found.append(make_case("first", step, shape, dtype, 8))
     return found

@@ -7,6 +7,7 @@ from inkling_engine.kernels._cases import Case
 from inkling_engine.kernels.attention_extend.cases import BIG, FULL, LOCAL, SMALL, make_case
 
 _RAGGED = (Row(1, 0, 5), Row(5, 60, 9), Row(3, 64, 3), INERT, Row(2, 300, 9), Row(4, 120, 8))
+_DRAFTS = (Row(1, 8, 17), Row(3, 340, 9), INERT, Row(2, 70, 17), Row(4, 130, 16), Row(5, 9, 1))
 _STEPS = (
     ("rows", Step(_RAGGED, bucket_tokens=40), FULL),
     ("rows", Step(_RAGGED, bucket_tokens=40), LOCAL),
@@ -20,6 +21,9 @@ _STEPS = (
 
 def cases() -> list[Case]:
     """Rows of one to nine tokens: lengths at block, window and extent edges, inert rows, rings of
-    pages, big heads, many splits."""
+    pages, big heads, many splits. Of up to 17, more than a tile holds, with keys that begin later."""
     dtypes = (torch.float32, torch.bfloat16)
-    return [make_case(*step, dtype, limit=9) for step in _STEPS for dtype in dtypes]
+    found = [make_case(*step, dtype, 0, 9) for step in _STEPS for dtype in dtypes]
+    drafts = Step(_DRAFTS, bucket_tokens=68)
+    shapes = ((shape, dtype) for shape in (FULL, LOCAL, BIG) for dtype in dtypes)
+    return found + [make_case("first", drafts, *kind, 8, 17) for kind in shapes]

@@ -16,10 +16,11 @@ def attention_verify(
     lengths: Tensor,
     layer: int,
     window: int,
+    first: int,
     most: int,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
     assert int(starts.diff().max()) <= most, "a row has more tokens than `most`"
     return attention_extend(
-        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window, 0
+        q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, layer, window, first
     )

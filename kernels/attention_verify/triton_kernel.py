@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 """Attention of a verify step, split over keys, in one launch.
 
-A program takes one row, one kv head and a run of key blocks; a line of its tile is a query head of
-one of the row's tokens. A block of keys meets each token at distances of its own, one further from
+A program takes up to TILE tokens of a row, one kv head and a run of key blocks; a line of its tile is
+a query head of one of the tokens. A block of keys meets each token at distances of its own, one further from
 token to token, so r times a slice of the bank that is as wide as all of them holds every line's
 bias, and line by line a gather shifts it over the keys. Splits meet as in `attention_decode`; of the
 lines each of the last splits merges some.
@@ -25,6 +25,7 @@ from inkling_engine.kernels._triton import (
     launchable,
     launches,
     meta,
+    prefetch,
 )
 from inkling_engine.kernels.attention_decode.merge_triton import (
     RAISED,
@@ -43,17 +44,17 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
 
 MOST_SPLITS = 128
 MERGED = 8192  # values that a split merges at a time
+TILE = 16  # tokens of a row; of the 17 that drafting may have to follow most rounds have fewer
 
 
 @dataclass(frozen=True)
 class Config:
-    """Splits of a row's keys, blocks a split has at least, splits that merge, warps, stages.
+    """Splits of a row's keys, splits that merge, warps, stages.
 
     `single`: no split has more than one block.
     """
 
     splits: int
-    least: int
     mergers: int
     warps: int
     stages: int
@@ -61,24 +62,38 @@ class Config:
 
 
 def configure(
-    rows: int, kv_heads: int, lines: int, capacity: int, window: int, most: int, wide: bool
+    rows: int, kv_heads: int, lines: int, capacity: int, window: int, held: int, wide: bool
 ) -> Config:
-    """One full wave of programs, of two blocks or more; a block each in windows of few rows.
+    """Two programs a processor; a block each in windows of few rows.
 
     Nine tokens a row on an H200: eight warps on 64 lines take 49 us where four take 34 (8 rows of
-    8192 keys), and merging is slow in few splits: 36, 25 and 20 us in 2, 4 and 8 (a window, eight
-    warps).
+    8192 keys), 25 if there are two programs a processor, and merging is slow in few splits: 36, 25
+    and 20 us in 2, 4 and 8 (a window, eight warps). One row takes 9.0 us in blocks of their own, 11.5
+    in twos. Loops of so many splits are short: 1 us less at 8 rows without stages.
     """
     programs, warps = rows * kv_heads, max(4, lines // 16)
     if window:
-        blocks = triton.cdiv(window + most - 2, 64) + 1
+        blocks = triton.cdiv(window + held - 2, 64) + 1
         splits = blocks if programs * blocks <= PROCESSORS else 1
         single = splits == blocks
-        return Config(splits, 1, 16, warps, stages=1 if wide or single else 2, single=single)
-    splits = max(PROCESSORS // programs, capacity // 16384)
+        return Config(splits, 16, warps, stages=1 if wide or single else 2, single=single)
+    splits = max(256 // programs, capacity // 16384)
     splits = max(1, min(splits, triton.cdiv(capacity, 128), MOST_SPLITS))
     mergers = min(64, triton.next_power_of_2(splits))
-    return Config(splits, 2, mergers, warps, stages=1 if wide else 2)
+    return Config(splits, mergers, warps, stages=1 if wide or splits >= 32 else 2)
+
+
+@triton.jit
+def prefetch_keys(
+    kv_pool, page, block, n, layer, pages, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Fetch the keys block * BLOCK + `n` and their values to L2."""
+    SPAN: tl.constexpr = 1024 // kv_pool.dtype.element_ty.primitive_bitwidth
+    d = tl.minimum(tl.arange(0, (DIMS + SPAN - 1) // SPAN) * SPAN, DIM - 1)[None, :]
+    keys = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
+    prefetch(keys)
+    prefetch(keys + KV_HEADS * PAGE * DIM)
 
 
 @triton.jit
@@ -107,11 +122,15 @@ def bias_of(r_high, r_low, bank, beyond, shift):
 
 @triton.jit
 def attend_lines(
-    query, k, v, scores, distance, maximum, total, output, SCALE: tl.constexpr, WINDOW: tl.constexpr
-):
+    query, k, v, scores, position, keys, maximum, total, output,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """One block of keys in the running softmax of all lines; `scores` holds the bias."""
     scores = tl.dot(query, tl.trans(k), scores, input_precision="ieee")
+    distance = position - keys[None, :]
     seen = distance.to(tl.uint32) < WINDOW if WINDOW > 0 else distance >= 0
+    if FIRST > 0:
+        seen &= (keys >= FIRST)[None, :]
     scores = tl.where(seen, scores, float("-inf"))
     return softmax_step(scores, SCALE, maximum, total, output, v)
 
@@ -148,28 +167,32 @@ def verify_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
     DIM: tl.constexpr, DIMS: tl.constexpr, REL: tl.constexpr, RELS: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
     MERGERS: tl.constexpr, SLICE: tl.constexpr, SHIFTS: tl.constexpr, SINGLE: tl.constexpr,
+    TILES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
     SCALE: tl.constexpr = 1.4426950408889634 / DIM
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = clamp(tl.load(starts + row), 0, tokens)
+    split, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, before = tile // TILES, tile % TILES * (LINES // GROUPS)
+    token = clamp(tl.load(starts + row) + before, 0, tokens)
     count = clamp(tl.load(starts + row + 1), token, tokens) - token
     count = tl.minimum(count, LINES // GROUPS)
     live = clamp(tl.load(starts + rows), 0, tokens)
-    start = clamp(tl.load(lengths + row), 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
+    start = tl.load(lengths + row) + before
+    start = clamp(start, 0, (2**30 if WINDOW > 0 else TABLE * PAGE) - 1)
     last = start + tl.maximum(count, 1) - 1
     table = table_line(page_table, tl.load(slots + row), lines, TABLE)
-    low = tl.maximum(start - WINDOW + 1, 0) if WINDOW > 0 else 0
+    low = tl.maximum(start - WINDOW + 1, FIRST) if WINDOW > 0 else FIRST
     first = low // BLOCK
     end = last // BLOCK + 1
-    share = tl.maximum(tl.cdiv(end - first, SPLITS), LEAST)
+    share = tl.cdiv(end - first, SPLITS)
     active = tl.cdiv(end - first, share)
     first += split * share
     end = tl.minimum(first + share, end)
     n = BLOCK - 1 - tl.arange(0, BLOCK)  # keys descend, so that their distances ascend
     page = page_of(table, first, n, PAGE, TABLE, BLOCK)
+    prefetch_keys(kv_pool, page, first, n, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM, DIMS)
     base = start - first * BLOCK - (BLOCK - 1)  # the least distance of the row's first token
     if SINGLE:
         bank = bank_at(rel_proj, base, REL, RELS, EXTENT, BLOCK)
@@ -182,7 +205,7 @@ def verify_kernel(
     inside = (d < DIM)[None, :]
     if split == 0:  # the program also clears its share of the padded tokens
         spare = tl.arange(0, GROUPS)[:, None]
-        for padded in range(live + row, tokens, rows):
+        for padded in range(live + tile, tokens, rows * TILES):
             to = out + (tl.cast(padded, tl.int64) * HEADS + head * GROUP + spare) * DIM + d[None, :]
             tl.store(to, tl.zeros((GROUPS, DIMS), out.dtype.element_ty), (spare < GROUP) & inside)
     if (count == 0) | (split >= active):
@@ -212,7 +235,7 @@ def verify_kernel(
             v = tl.load(where + KV_HEADS * PAGE * DIM, (keys >= low)[:, None] & inside, other=0.0)
             scores = tl.zeros((LINES, BLOCK), tl.float32)
             maximum, total, output = attend_lines(
-                query, k, v, scores, position - keys[None, :], maximum, total, output, SCALE, WINDOW
+                query, k, v, scores, position, keys, maximum, total, output, SCALE, WINDOW, FIRST
             )
     for block in tl.range(near, end, num_stages=1):
         if not SINGLE:
@@ -229,21 +252,21 @@ def verify_kernel(
         v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
         scores = bias_of(r_high, r_low, bank, beyond, i[:, None])
         maximum, total, output = attend_lines(
-            query, k, v, scores, position - keys[None, :], maximum, total, output, SCALE, WINDOW
+            query, k, v, scores, position, keys, maximum, total, output, SCALE, WINDOW, FIRST
         )
     if (SPLITS == 1) | (active == 1):
         whole = (output / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + line * DIM + heads * DIM + d[None, :], whole, exists & inside)
     if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
         if active > 1:
-            cell = (tl.cast(row, tl.int64) * KV_HEADS + head) * LINES
+            cell = (tl.cast(tile, tl.int64) * KV_HEADS + head) * LINES
             lane = ((cell + m) * SPLITS + split)[:, None]
             tl.store(stats + lane * 2, maximum[:, None], exists)
             tl.store(stats + lane * 2 + 1, total[:, None], exists)
             tl.store(partial + lane * DIM + d[None, :], output, exists & inside)
             tl.debug_barrier()
             mergers = tl.minimum(active, MERGERS)
-            flag = flags + (tl.cast(row, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
+            flag = flags + (tl.cast(tile, tl.int64) * KV_HEADS + head) * (MERGERS * SPLITS)
             j = tl.arange(0, MERGERS)
             tl.atomic_xchg(flag + j * SPLITS + split, RAISED, j < mergers, sem="release")
             place = active - 1 - split
@@ -266,49 +289,57 @@ def attention_verify(
     lengths: Tensor,
     layer: int,
     window: int,
+    first: int,
     most: int,
 ) -> Tensor:
     """Attention output [T, Nq * D]; see the package docstring."""
     (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
     (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
-    assert most <= 64, "a slice of the bank is two blocks wide"
     group, wide = heads // kv_heads, q.dtype == torch.float32
     groups, dims = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
-    height = max(16, triton.next_power_of_2(most) * groups)
-    config = configure(rows, kv_heads, height, table * page, window, most, wide)
+    height = max(16, min(TILE, triton.next_power_of_2(most)) * groups)
+    held = height // groups  # tokens of a tile
+    tiles = rows * triton.cdiv(most, held)
+    config = configure(rows, kv_heads, height, table * page, window, held, wide)
+    wider = 2 * groups if most > held else groups
     mergers = 1 if INTERPRETED else config.mergers
     padded = triton.next_power_of_2(config.splits)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
-    share = (rows, kv_heads, height, config.splits) if config.splits > 1 else (1, 1, 1, 1)
+    share = (tiles, kv_heads, height, config.splits) if config.splits > 1 else (1, 1, 1, 1)
     partial = torch.empty((*share, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((*share, 2), dtype=torch.float32, device=q.device)
     flags = torch.empty((*share[:2], mergers, share[3]), dtype=torch.int64, device=q.device)
-    launchable(verify_kernel)[(config.splits, kv_heads, rows)](
+    launchable(verify_kernel)[(config.splits, kv_heads, tiles)](
         q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
         tokens, rows, lines, pages, LAYER_UNIT.value * layer,
         KV_HEADS=kv_heads, GROUP=group, GROUPS=groups, LINES=height,
         DIM=dim, DIMS=dims, REL=rel, RELS=max(16, triton.next_power_of_2(rel)),
         EXTENT=extent, WINDOW=window, PAGE=page, TABLE=table,
-        SPLITS=config.splits, LEAST=config.least, BLOCK=64, PADDED=padded,
-        MERGERS=mergers, SLICE=min(groups, max(1, MERGED // (padded * dims))),
-        SHIFTS=max(16, triton.next_power_of_2(most)), SINGLE=config.single,
+        SPLITS=config.splits, BLOCK=64, PADDED=padded,
+        MERGERS=mergers, SLICE=min(wider, max(1, MERGED * wider // groups // (padded * dims))),
+        SHIFTS=max(16, held), SINGLE=config.single, TILES=tiles // rows, FIRST=first,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """Verification of eight and of three drafts on one rank of eight of inkling-small."""
+    """Verification of eight and of three drafts on one rank of eight of inkling-small, and the rows of
+    its draft depths."""
     heads, kv_heads, dim, rel, page, i32 = 4, 1, 128, 16, 64, torch.int32
     cases = []
-    for rows, most, window, table in (
-        (1, 9, 0, 1024),
-        (8, 9, 0, 1024),
-        (64, 9, 0, 1024),
-        (1, 9, 512, 43),
-        (8, 9, 512, 43),
-        (64, 9, 512, 43),
-        (1, 4, 0, 1024),
+    for rows, most, window, table, first in (
+        (1, 9, 0, 1024, 0),
+        (8, 9, 0, 1024, 0),
+        (64, 9, 0, 1024, 0),
+        (1, 9, 512, 43, 0),
+        (8, 9, 512, 43, 0),
+        (64, 9, 512, 43, 0),
+        (1, 4, 0, 1024, 0),
+        (1, 17, 0, 1024, 8),
+        (8, 17, 0, 1024, 8),
+        (1, 17, 512, 43, 8),
+        (8, 17, 512, 43, 8),
     ):
         cases += launches(
             f"verify-r{rows}-most{most}-w{window}",
@@ -323,6 +354,7 @@ def compile_cases() -> list[CompileCase]:
             meta(rows, dtype=i32),
             3,
             window,
+            first,
             most,
         )
     return cases

@@ -22,6 +22,7 @@ _TINY, _ODD = Gate(192, 8, 2, 2), Gate(37, 5, 1, 3)
 _SIZES = [
     _Size(_TINY, 96, 1, 1),
     _Size(_TINY, 96, 3, 8),
+    _Size(_TINY, 96, 11, 13),
     _Size(_TINY, 96, 70, 70),
     _Size(_TINY, 96, 0, 4),
     _Size(_ODD, 21, 30, 32),

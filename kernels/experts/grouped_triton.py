@@ -14,25 +14,34 @@ from inkling_engine.kernels.swiglu.triton_kernel import silu
 
 
 @triton.jit
-def tile_of_expert(count, lane, place, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row) of tile `place`, expert >= number of experts if there is no such tile.
+def tile_of_expert(tiles, place, LANES: tl.constexpr):
+    """(expert, tile of it) of tile `place`, expert >= number of experts if there is no such tile.
 
-    Tiles are numbered expert by expert, ceil(count / BLOCK_M) of each.
+    Tiles are numbered expert by expert, `tiles` [LANES] of each.
     """
-    tiles = (count + BLOCK_M - 1) // BLOCK_M
     passed = tl.cumsum(tiles, axis=0) <= place
     counted = tl.sum(tl.where(passed, tiles * 2 * LANES + 1, 0), axis=0)  # both sums in one
-    return counted % (2 * LANES), (place - counted // (2 * LANES)) * BLOCK_M
+    return counted % (2 * LANES), place - counted // (2 * LANES)
 
 
 @triton.jit
 def group_kernel(
-    places, starts, lists, counts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr,
+    places, starts, w13, w2, lists, counts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, UP_ROWS: tl.constexpr,
+    DOWN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """lists [ROUTED, TOKENS]: the assignments of an expert, ascending; counts of them."""
-    follow()
+    """lists [ROUTED, TOKENS]: the assignments of an expert, ascending; counts of them.
+
+    With AHEAD the programs first fetch the weights of the shared experts, a piece each.
+    """
     expert = tl.program_id(0)
+    if AHEAD:
+        row = ROUTED * 2 * WIDTH + expert * UP_ROWS + tl.arange(0, UP_ROWS)
+        prefetch_rows(w13, row, 0, EXPERTS * 2 * WIDTH, HIDDEN, HIDDEN)
+        row = ROUTED * HIDDEN + expert * DOWN_ROWS + tl.arange(0, DOWN_ROWS)
+        prefetch_rows(w2, row, 0, EXPERTS * HIDDEN, WIDTH, WIDTH)
+    follow()
     live_tokens = tl.minimum(tl.load(starts + ROWS), TOKENS)
     count = 0
     for first in range(0, TOKENS, BLOCK):
@@ -103,16 +112,6 @@ def direct_kernel(
     assignments, of which the first of an expert does its work; then tiles of the shared experts.
     """
     piece, number = tl.program_id(0), tl.program_id(1)
-    if (TOKENS == 1) & (number >= COUNT):  # these weights are read whatever is chosen
-        row = tl.arange(0, BLOCK_N) + piece * BLOCK_N
-        own = (EXPERTS - SHARED + number - COUNT).to(tl.int64)
-        if GATE_UP:
-            for half in range(2):
-                line = (own * 2 + half) * WIDTH + tl.minimum(row, WIDTH - 1)
-                prefetch_rows(weight, line, 0, EXPERTS * 2 * WIDTH, HIDDEN, HIDDEN)
-        else:
-            line = own * HIDDEN + tl.minimum(row, HIDDEN - 1)
-            prefetch_rows(weight, line, 0, EXPERTS * HIDDEN, WIDTH, WIDTH)
     TOP: tl.constexpr = SLOTS - SHARED
     ROUTED: tl.constexpr = EXPERTS - SHARED
     token, m = tl.arange(0, LANES), tl.arange(0, BLOCK_M)
@@ -123,10 +122,7 @@ def direct_kernel(
         expert = tl.load(chosen + leader * SLOTS + number % TOP, mask=routed, other=0)
         expert = tl.minimum(tl.maximum(expert, 0), ROUTED - 1)
     mask = routed & (token < live_tokens)
-    if TOKENS == 1:
-        place = tl.where(mask, number % TOP + 1, 0)
-    else:
-        place = tl.load(places + token * ROUTED + expert, mask=mask, other=0).to(tl.int32)
+    place = tl.load(places + token * ROUTED + expert, mask=mask, other=0).to(tl.int32)
     match = (place > 0).to(tl.int32)
     rank, count = tl.cumsum(match, axis=0) - 1, tl.sum(match, axis=0)
     if LEADERS:
@@ -177,25 +173,33 @@ def listed_kernel(
     """The same for any number of tokens, from the lists: COUNT tiles, then shared ones.
 
     With SPREAD the shared experts' tiles, which wait for arithmetic, lie among the live routed ones,
-    which wait for weights from memory.
+    which wait for weights from memory. Without, an expert's first tile has its number, so that hardly
+    any program has to look for its own.
     """
-    follow()
+    if GATE_UP:
+        follow()  # the lists come from the launch before
     piece, number = tl.program_id(0), tl.program_id(1)
     ROUTED: tl.constexpr = EXPERTS - SHARED
     lane = tl.arange(0, LANES)
     live_tokens = tl.minimum(tl.maximum(tl.load(starts + ROWS), 0), TOKENS)
-    count = tl.load(counts + lane, mask=lane < ROUTED, other=0)
-    routed, passed = number < COUNT, number - COUNT
+    routed, passed, expert, first = number < COUNT, number - COUNT, number, 0
     if SPREAD:
+        tiles = tl.cdiv(tl.load(counts + lane, mask=lane < ROUTED, other=0), BLOCK_M)
         shared = SHARED * tl.cdiv(live_tokens, BLOCK_M)
-        total = shared + tl.sum(tl.cdiv(count, BLOCK_M), axis=0)
-        passed, own = spread(number, shared, total)
-        routed, number = own == 0, number - passed
+        passed, own = spread(number, shared, shared + tl.sum(tiles, axis=0))
+        routed = own == 0
+        expert, tile = tile_of_expert(tiles, number - passed, LANES)
+        first = tile * BLOCK_M
+    elif (number >= ROUTED) & routed:
+        tiles = tl.cdiv(tl.load(counts + lane, mask=lane < ROUTED, other=0), BLOCK_M)
+        expert, tile = tile_of_expert(tl.maximum(tiles - 1, 0), number - ROUTED, LANES)
+        first = (tile + 1) * BLOCK_M
     which = passed % SHARED
-    expert, first = tile_of_expert(count, lane, number, LANES, BLOCK_M)
     end = tl.load(counts + expert, mask=routed & (expert < ROUTED), other=0)
     if routed == 0:
         expert, first, end = ROUTED + which, passed // SHARED * BLOCK_M, live_tokens
+    if not GATE_UP:
+        follow()  # only the activation comes from the launch before
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)

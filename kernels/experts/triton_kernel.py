@@ -2,12 +2,11 @@
 
 1. `gate_up`: a program owns a tile of one expert's tokens and some of its gate and up rows,
    interleaved so that a pair lands in one thread, and writes the gated activation.
-2. Few tokens: `down_few`, a program owns a token and a piece of the hidden row and sums over the
-   token's experts. More: `down`, grouped again, writes a row for each expert of each token, and
+2. `down`, grouped again, writes a row for each expert of each token, and
 3. `mix` sums them a token. Nothing is accumulated by atomics: results are deterministic.
 
-Which tokens chose an expert: up to DIRECT of them, a program looks for itself through all choices;
-beyond, `group` lists them once (`grouped_triton.py`).
+Few tokens take two launches (`few_triton.py`). Which of more chose an expert: up to DIRECT of them, a
+program looks for itself through all choices; beyond, `group` lists them once (`grouped_triton.py`).
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -19,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels.experts.few_triton import down_few_kernel, gate_up_few_kernel
 from inkling_engine.kernels.experts.grouped_triton import (
     direct_kernel,
     group_kernel,
     listed_kernel,
 )
 
-FEW = 8  # tokens up to which a program sums over a token's experts itself
+FEW = 16  # tokens that a tile of `few_triton.py` has
 FEW_BYTES = 16384  # of weight that a program of `down_few` holds
 DIRECT = 32  # tokens up to which that costs less than a launch
 EXACT = 256  # tokens up to which each expert's row is kept in fp32 until rows are mixed
@@ -34,48 +34,21 @@ SCAN_BLOCK = 4096  # choices that a program of `group` looks at at once
 
 
 @triton.jit
-def down_few_kernel(
-    act, w2, chosen, weights, starts, out, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    LANES: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
-    """A piece of a token's out row: the rows of w2 of all its experts, held whole at once."""
-    token, slot = tl.program_id(1), tl.arange(0, LANES)
-    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    i = tl.arange(0, BLOCK_I)
-    live = (token < tl.load(starts + ROWS)) & (slot < SLOTS)
-    assignment = token * SLOTS + slot
-    expert = tl.load(chosen + assignment, mask=slot < SLOTS, other=0)
-    expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1).to(tl.int64)
-    line = (expert * HIDDEN)[:, None] + h[None, :]
-    within = live[:, None] & (h < HIDDEN)[None, :]
-    w = tl.load(
-        w2 + line[:, :, None] * WIDTH + i[None, None, :],
-        mask=within[:, :, None] & (i < WIDTH)[None, None, :], other=0.0,
-        eviction_policy="evict_first",
-    )  # fmt: skip
-    share = tl.load(weights + assignment, mask=live, other=0.0)
-    follow()  # choices and weights are older than the launch before
-    cell = assignment[:, None] * WIDTH + i[None, :]
-    values = tl.load(act + cell, mask=live[:, None] & (i < WIDTH)[None, :], other=0.0)
-    down = tl.sum(w.to(tl.float32) * values.to(tl.float32)[:, None, :], axis=2)
-    tl.store(out + token * HIDDEN + h, tl.sum(down * share[:, None], axis=0), mask=h < HIDDEN)
-
-
-@triton.jit
 def mix_kernel(
     rows, weights, starts, out, ROWS: tl.constexpr, SLOTS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """out = sum over a token's assignments, in turn, of weight * row; zeros for padded tokens."""
-    follow()
     token = tl.program_id(1).to(tl.int64)
     h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, LANES)
     live = token < tl.load(starts + ROWS)
+    shares = tl.load(weights + token * SLOTS + lane, mask=live & (lane < SLOTS), other=0.0)
+    follow()  # weights are older than the launch before
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
         assignment = token * SLOTS + slot
-        share = tl.load(weights + assignment, mask=live, other=0.0)
+        share = tl.sum(tl.where(lane == slot, shares, 0.0), axis=0)
         row = tl.load(
             rows + assignment * HIDDEN + h, mask=live & (h < HIDDEN), other=0.0,
             eviction_policy="evict_first",
@@ -95,6 +68,7 @@ class Tiles(NamedTuple):
     steps: int = 1  # blocks of columns that a program of `down` walks over
 
 
+FEW_UP = Tiles(16, 16, 256, 2, 3)  # H200, 9 tokens: 55 us; 61 with 2 programs a processor, not 4
 GATE_UP = {  # by rows of a tile; bf16
     16: Tiles(16, 16, 256, 4, 4),
     32: Tiles(32, 32, 128, 4, 4),
@@ -150,12 +124,14 @@ class Grouping(NamedTuple):
         assignments, routed = tokens * (self.sizes["SLOTS"] - shared), self.places.shape[1]
         if self.lists is None:
             programs = min(assignments, routed)
-        else:
+        elif tokens > EXACT:
             programs = most_tiles(assignments, routed, rows)
+        else:  # every expert's first tile is there
+            programs = routed + assignments // rows
         return programs, programs + shared * triton.cdiv(tokens, rows)
 
 
-def grouped(chosen: Tensor, places: Tensor, starts: Tensor, w2: Tensor) -> Grouping:
+def grouped(chosen: Tensor, places: Tensor, starts: Tensor, w13: Tensor, w2: Tensor) -> Grouping:
     """Group the assignments: lists for more than DIRECT tokens."""
     (tokens, slots), (count, hidden, width), routed = chosen.shape, w2.shape, places.shape[1]
     sizes = {
@@ -165,9 +141,15 @@ def grouped(chosen: Tensor, places: Tensor, starts: Tensor, w2: Tensor) -> Group
     if tokens <= DIRECT:
         return Grouping(chosen, places, starts, sizes)
     lists, counts = starts.new_empty(routed, tokens), starts.new_empty(routed)
+    up_rows, down_rows = (
+        triton.next_power_of_2(triton.cdiv(sizes["SHARED"] * rows, routed))
+        for rows in (2 * width, hidden)
+    )
     launchable(group_kernel)[(routed,)](
-        places, starts, lists, counts, ROWS=sizes["ROWS"], TOKENS=tokens, SLOTS=slots,
-        ROUTED=routed, BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), num_warps=8,
+        places, starts, w13, w2, lists, counts, ROWS=sizes["ROWS"], TOKENS=tokens, SLOTS=slots,
+        ROUTED=routed, BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), EXPERTS=count,
+        HIDDEN=hidden, WIDTH=width, AHEAD=tokens <= EXACT, UP_ROWS=up_rows, DOWN_ROWS=down_rows,
+        num_warps=8,
     )  # fmt: skip
     return Grouping(chosen, places, starts, sizes, lists, counts)
 
@@ -208,14 +190,13 @@ def experts(
     """Run each expert over its tokens and mix; see the package docstring."""
     (tokens, hidden), slots, (count, _, width) = y.shape, chosen.shape[1], w2.shape
     routed, wide = places.shape[1], y.dtype == torch.float32
+    if tokens <= FEW:
+        return experts_few(y, w13, w2, chosen, weights, starts, count - routed)
     rows = tile_rows(tokens, slots - count + routed, routed)
-    group = grouped(chosen, places, starts, w2)
+    group = grouped(chosen, places, starts, w13, w2)
     act, out = y.new_empty(tokens * slots, width), torch.empty_like(y)
     tiles = fitted(WIDE if wide else GATE_UP[rows], width, hidden)
     product(group, y, w13, act, tiles, gate_up=True)
-    if tokens <= FEW:
-        _down_few(act, w2, chosen, weights, starts, out)
-        return out
     exact = torch.float32 if tokens <= EXACT else y.dtype
     products = y.new_empty(tokens * slots, hidden, dtype=exact)
     tiles = DEEP if DOWN[rows].steps > 1 and width > DOWN[rows].depth else DOWN[rows]
@@ -224,28 +205,49 @@ def experts(
     block = min(MIX_BLOCK, triton.next_power_of_2(hidden))
     launchable(mix_kernel)[(triton.cdiv(hidden, block), tokens)](
         products, weights, starts, out, ROWS=starts.shape[0] - 1, SLOTS=slots, HIDDEN=hidden,
-        BLOCK=block,
+        BLOCK=block, LANES=triton.next_power_of_2(slots),
     )  # fmt: skip
     return out
 
 
-def _down_few(
-    act: Tensor, w2: Tensor, chosen: Tensor, weights: Tensor, starts: Tensor, out: Tensor
-) -> None:
+def experts_few(
+    y: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    shared: int,
+) -> Tensor:
+    """The same for up to FEW tokens."""
     (tokens, slots), (count, hidden, width) = weights.shape, w2.shape
-    lanes, block_i = triton.next_power_of_2(slots), triton.next_power_of_2(width)
+    act, out = y.new_empty(tokens * slots, width), torch.empty_like(y)
+    sizes = {
+        "ROWS": starts.shape[0] - 1, "TOKENS": tokens, "SLOTS": slots, "SHARED": shared,
+        "EXPERTS": count, "HIDDEN": hidden, "WIDTH": width,
+    }  # fmt: skip
+    tiles = fitted(WIDE if y.dtype == torch.float32 else FEW_UP, width, hidden)
+    grid = triton.cdiv(width, tiles.columns), shared + tokens * (slots - shared)
+    launchable(gate_up_few_kernel)[grid](
+        y, w13, chosen, starts, act, **sizes, LANES=triton.next_power_of_2(slots),
+        BLOCK_M=tiles.rows, BLOCK_I=tiles.columns, BLOCK_K=tiles.depth, num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )  # fmt: skip
+    block_i, lanes = triton.next_power_of_2(width), triton.next_power_of_2(slots)
     block_h = max(1, FEW_BYTES // (lanes * block_i * w2.element_size()))
     block_h = min(block_h, triton.next_power_of_2(hidden))
-    launchable(down_few_kernel)[(triton.cdiv(hidden, block_h), tokens)](
-        act, w2, chosen, weights, starts, out, ROWS=starts.shape[0] - 1, SLOTS=slots, LANES=lanes,
-        EXPERTS=count, HIDDEN=hidden, WIDTH=width, BLOCK_H=block_h, BLOCK_I=block_i, num_warps=4,
+    launchable(down_few_kernel)[(tokens, triton.cdiv(hidden, block_h))](
+        act, w2, chosen, weights, starts, out, ROWS=sizes["ROWS"], SLOTS=slots, LANES=lanes,
+        EXPERTS=count, HIDDEN=hidden, WIDTH=width, BLOCK_H=block_h, BLOCK_I=block_i,
+        num_warps=4,
     )  # fmt: skip
+    return out
 
 
 def compile_cases() -> list[CompileCase]:
     """The experts of inkling-small at TP 8 for each tile height."""
     cases = []
-    for tokens in (1, 32, 512, 1024, 4096):
+    for tokens in (1, 9, 32, 72, 512, 1024, 4096):
         y, w13, w2 = meta(tokens, 4096), meta(258, 512, 4096), meta(258, 4096, 256)
         weights, starts = meta(tokens, 8, dtype=torch.float32), meta(17, dtype=torch.int32)
         chosen, places = meta(tokens, 8, dtype=torch.int32), meta(tokens, 256, dtype=torch.int8)

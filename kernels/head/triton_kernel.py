@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels._triton import (
+    CompileCase,
+    follow,
+    launchable,
+    launches,
+    meta,
+    prefetch_rows,
+)
 from inkling_engine.kernels.linear.triton_kernel import MAX_DEPTH, vector_config
 
 
@@ -41,12 +48,13 @@ def vector_kernel(
 def head_kernel(
     x, weight, sample_rows, emits, logits, SCALE: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, VOCAB: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """logits [ROWS, VOCAB] f32; the tiles of the same columns are neighbours."""
-    follow()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    prefetch_rows(weight, n, 0, VOCAB, AHEAD, DEPTH)
+    follow()
     k = tl.arange(0, BLOCK_K)
     emit = tl.load(emits + m, mask=m < ROWS, other=0) != 0
     token = tl.load(sample_rows + m, mask=emit, other=0)
@@ -77,12 +85,13 @@ class Tiles(NamedTuple):
 
 
 TILES = {  # by rows of a tile; bf16
-    16: Tiles(16, 32, 256, 4, 4),
+    16: Tiles(16, 64, 128, 4, 4),
     32: Tiles(32, 32, 256, 4, 4),
     64: Tiles(64, 64, 128, 4, 4),
     128: Tiles(128, 64, 128, 8, 4),
 }
 WIDE = Tiles(16, 64, 32, 4, 2)  # fp32
+AHEAD = 512  # elements of a row that are fetched before hidden rows can be read
 
 
 def head_config(rows: int, depth: int, item_bytes: int) -> Tiles:
@@ -110,7 +119,8 @@ def head(
     grid = triton.cdiv(rows, tiles.rows), triton.cdiv(vocab, tiles.columns)
     launchable(head_kernel)[grid](
         x, weight, sample_rows, emits, logits, **sizes, ROWS=rows, BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, AHEAD=min(depth, AHEAD), num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
     return logits
 

@@ -117,9 +117,13 @@ def vector_config(columns: int, depth: int, item_bytes: int) -> tuple[int, int, 
 def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:
     """Whether the product is `tile_kernel`'s, one launch where cuBLAS often needs two.
 
-    832 x 4096 at 8, 32, 64 and 128 tokens: 5.1, 6.1, 8.8, 8.9 us; cuBLAS 7.6, 7.7, 8.0, 8.8.
+    832 x 4096 at 8, 32, 64 and 128 tokens: 5.1, 6.1, 8.8, 8.9 us; cuBLAS 7.6, 7.7, 8.0, 8.8. In a
+    round of drafting cuBLAS is faster for 17 tokens: 4096 x 8192 and 4096 x 4096 take 22.4 and 14.0
+    us, sums of its parts included, in tiles 31.3 and 16.8. 4096 x 512 at 136 tokens, with the boundary
+    behind it, which overlaps with ours: 11.3; cuBLAS 12.4.
     """
-    return tokens <= 16 or (item_bytes == 2 and tokens <= 128 and columns * depth <= 2**22)
+    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else 16
+    return tokens <= 16 or (item_bytes == 2 and tokens <= most)
 
 
 def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles:
@@ -171,7 +175,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def compile_cases() -> list[CompileCase]:
     """The attention and dense products of inkling-small at TP 8, one token to 128."""
     cases = []
-    for tokens in (1, 8, 32, 128):
+    for tokens in (1, 8, 32, 128, 136):
         for name, columns, depth in (("qkvr", 832, 4096), ("o", 4096, 512), ("w2", 4096, 2048)):
             if not few(tokens, columns, depth, 2):
                 continue

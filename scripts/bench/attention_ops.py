@@ -59,9 +59,9 @@ def kind_named(shape: ModelShape, layer: str) -> LayerKind:
 
 
 def call_arguments(
-    target: Target, setting: Setting, layer: str, kind: LayerKind, limit: int
+    target: Target, setting: Setting, layer: str, kind: LayerKind, *bounds: int
 ) -> list[tuple[Any, ...]]:
-    """Arguments of attention for each layer of the pool; `limit` is the op's last one."""
+    """Arguments of attention for each layer of the pool; `bounds` are the op's last ones."""
     meta, rel = setting.meta, setting.shape.rel_dim
     return [
         (
@@ -70,7 +70,7 @@ def call_arguments(
             target.normal(rel, kind.extent, scale=0.5),
             setting.pools[f"kv_{layer}"],
             setting.pools[f"{layer}_table"],
-            *(meta.slots, meta.starts, meta.lengths, number, kind.window, limit),
+            *(meta.slots, meta.starts, meta.lengths, number, kind.window, *bounds),
         )
         for number in range(setting.layers)
     ]
@@ -140,7 +140,7 @@ def verify_work(target: Target, rows: int, layer: str) -> Work:
     moved = rows * (4.0 * seen * kind.kv_heads + 4 * VERIFIED * kind.heads) * kind.head_dim
     tokens, before, layers = rows * VERIFIED, EXTEND_END - VERIFIED, copies_for(moved)
     setting = Setting(target.shape, "extend", rows, tokens, before, layers, target.device)
-    calls = call_arguments(target, setting, layer, kind, VERIFIED)
+    calls = call_arguments(target, setting, layer, kind, 0, VERIFIED)
     side = [partial(attention_verify, *call) for call in calls]
 
     def check() -> None:
@@ -155,7 +155,7 @@ def reference(call: tuple[Any, ...], device: str) -> tuple[Tensor, Tensor]:
 
     A token is a row of its own here: its keys are in the pool already.
     """
-    q, r, rel_proj, pool, table, slots, starts, lengths, layer, window, _ = call
+    q, r, rel_proj, pool, table, slots, starts, lengths, layer, window, *_ = call
     tokens = torch.linspace(0, len(q) - 1, min(SAMPLED, len(q)), device=device).long()
     rows = torch.searchsorted(starts, tokens.int(), right=True) - 1
     positions = lengths[rows] + (tokens - starts[rows]).int()
@@ -167,7 +167,7 @@ def reference(call: tuple[Any, ...], device: str) -> tuple[Tensor, Tensor]:
 
 def peer_calls(peer: Peer, calls: list[tuple[Any, ...]]) -> Iterator[Call]:
     """The peer on the same keys, token by token; what it prepares once a step is prepared here."""
-    for q, r, rel_proj, pool, table, slots, _, lengths, layer, window, _ in calls:
+    for q, r, rel_proj, pool, table, slots, _, lengths, layer, window, *_ in calls:
         keys, values = (pool[layer][:, i].transpose(1, 2).flatten(0, 1) for i in (0, 1))
         page = pool.shape[4]
         lines = []
@@ -208,7 +208,7 @@ def flex_sides(calls: list[tuple[Any, ...]], end: int) -> dict[str, list[Call]]:
     """FlexAttention over the same keys, with the bias table given and with its product."""
     given: list[Call] = []
     whole: list[Call] = []
-    for q, r, rel_proj, pool, table, slots, _, _, layer, window, _ in calls:
+    for q, r, rel_proj, pool, table, slots, _, _, layer, window, *_ in calls:
         page = pool.shape[4]
         seen = torch.arange(end, device=q.device)
         pages = table[int(slots[0])][seen // page % table.shape[1]].long()

@@ -207,15 +207,14 @@ def exported(shape: ModelShape, kind: str, **given: Any) -> tuple[Any, tuple[str
 def test_a_round_is_one_program_of_our_ops(shape: ModelShape, kind: str) -> None:
     program, ops, inputs = exported(shape, kind, spec_depth=2)
     names, layers, dense = [op.partition("(")[0] for op in ops], shape.layers, shape.dense_layers
-    target = Counter({f"attention_{kind}": layers})
-    assert Counter(names) == target + Counter(
+    attention = Counter({f"attention_{kind}": layers + 2})
+    assert Counter(names) == attention + Counter(
         {
             "step_metadata": 1,
             "embed_norm": 1,
             "rmsnorm": 1 + 2,
             "linear": 2 * layers + 2 * dense + 5 * 2,
             "attention_prologue": layers + 2,
-            "attention_extend": 2,
             "boundary": 2 * (layers + 2),
             "swiglu": dense + 2,
             "router": layers - dense,
@@ -247,10 +246,10 @@ def test_attributes_of_the_depths_come_from_the_shape() -> None:
     drafting = ops[ops.index(next(op for op in ops if op.startswith("draft_metadata"))) :]
     listed = [op for op in drafting if op.startswith("attention")]
     window = SHAPE.local.window
-    assert [op for op in listed if "extend" in op] == [
-        f"attention_extend(layer=0, window={window}, first=3)",
-        f"attention_extend(layer=1, window={window}, first=3)",
-        "attention_extend(layer=0, window=0, first=3)",
+    assert [op for op in listed if "prologue" not in op] == [
+        f"attention_verify(layer=0, window={window}, first=3, most=7)",
+        f"attention_verify(layer=1, window={window}, first=3, most=7)",
+        "attention_verify(layer=0, window=0, first=3, most=7)",
     ]
     assert all("log_floor=0," in op for op in listed if "prologue" in op)
     assert drafting[0] == "draft_metadata(page_size=4, drafts=3, most=4)"
@@ -260,6 +259,7 @@ def test_attributes_of_the_depths_come_from_the_shape() -> None:
     assert depths == ["0", "1", "2"]
     _, ops, _ = exported(SHAPE, "extend", spec_depth=3)
     assert "draft_metadata(page_size=4, drafts=3, most=0)" in ops
+    assert ops.count("attention_extend(layer=0, window=0, first=3)") == 1
 
 
 @pytest.mark.parametrize("kind", ["verify", "extend"])

@@ -73,9 +73,8 @@ def attend(
     op = attention_verify if most else attention_extend
     q, r = request.q[chosen], request.r[chosen]
     metadata = table, step.slots, step.starts, step.lengths
-    output = op(
-        q, r, request.rel_proj, request.pool, *metadata, 0, request.shape.window, most or first
-    )
+    bounds = (first, most) if most else (first,)
+    output = op(q, r, request.rel_proj, request.pool, *metadata, 0, request.shape.window, *bounds)
     assert isinstance(output, Tensor) and not output[len(chosen) - padding :].any()
     return output[: len(chosen) - padding]
 

@@ -212,7 +212,11 @@ FAULTS = [
     Fault("recent tokens are by position", before(late_tokens, (steps, "draft_commit")), rounds),
     Fault(
         "the first keys are not there",
-        before(given(first=lambda a: 0), (drafts, "attention_extend")),
+        before(
+            given(first=lambda a: 0),
+            (drafts, "attention_extend"),
+            (drafts, "attention_verify"),
+        ),
         numbers,
     ),
     Fault(

@@ -54,11 +54,11 @@ class Rows(Protocol):
 
 class Attention(NamedTuple):
     """The attention op of a pass, the KV position of each row's first token [R], and the op's last
-    attribute: the first visible key, or the most tokens of a row."""
+    attributes: the first visible key and, of few tokens a row, the most of them."""
 
     op: Op
     lengths: Tensor
-    bound: int
+    bounds: tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -135,9 +135,9 @@ class Blocks:
             o_TC = attention_decode(*inputs, bank, table, layer, heads, window, *scaling)
         else:
             q_TND, r_TNR = attention_prologue(*inputs, layer, heads, *scaling)
-            attend, lengths, bound = self.attention
+            attend, lengths, bounds = self.attention
             state = kv_pool, table, rows.slots, rows.starts, lengths
-            o_TC = attend(q_TND, r_TNR, bank, *state, layer, window, bound)
+            o_TC = attend(q_TND, r_TNR, bank, *state, layer, window, *bounds)
         a_TH: Tensor = linear(o_TC, w[f"{scope}o"])
         return a_TH
 

@@ -17,6 +17,7 @@ from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange, whole
 from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels.attention_extend import attention_extend
+from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.draft_input import draft_input
 from inkling_engine.kernels.draft_metadata import DraftMeta
 from inkling_engine.kernels.head import head
@@ -26,20 +27,21 @@ from inkling_engine.kernels.rmsnorm import rmsnorm
 
 @dataclass(frozen=True)
 class DraftDecoder:
-    """One rank's draft depths: weights and pools by name, the phase's metadata, the numbers of the
-    collectives."""
+    """One rank's draft depths: weights and pools by name, the phase's metadata, the `most` tokens that
+    a row of the step had (0: any number), the numbers of the collectives."""
 
     spec: EngineSpec
     weights: Mapping[str, Tensor]
     pools: Mapping[str, Tensor]
     meta: DraftMeta
+    most: int
     calls: Calls
 
     def logits(self, hidden_TH: Tensor) -> Iterator[Tensor]:
         """Logits [R, V] float32 of each depth in turn, from the target's hidden rows; a depth reads
         the draft that was chosen from the logits before it."""
         spec, w, meta = self.spec, self.weights, self.meta
-        attention = Attention(attention_extend, meta.kv_lengths, spec.spec_depth)
+        attention = self._attention()
         blocks = Blocks(spec.shape, w, self.pools, meta, attention, 0, spec.tp, self.calls)
         for depth in range(spec.spec_depth):
             hidden_TH = self._depth(blocks, hidden_TH, depth)
@@ -52,6 +54,12 @@ class DraftDecoder:
                 min(spec.draft_vocab, w["head"].shape[0]),
             )
             yield whole(logits_RC, self.pools, self.calls, spec.tp, spec.draft_vocab)
+
+    def _attention(self) -> Attention:
+        first, meta = self.spec.spec_depth, self.meta
+        if not self.most:
+            return Attention(attention_extend, meta.kv_lengths, (first,))
+        return Attention(attention_verify, meta.kv_lengths, (first, self.most + first))
 
     def _depth(self, blocks: Blocks, hidden_TH: Tensor, depth: int) -> Tensor:
         w, shape, scope = self.weights, self.spec.shape, f"drafts.{depth}."

@@ -42,8 +42,8 @@ class Decoder:
         x_TH: Tensor = rmsnorm(h_TH, w["layers.0.attn_norm"], s.eps)
         attention = {
             "decode": None,
-            "extend": Attention(attention_extend, meta.lengths, 0),
-            "verify": Attention(attention_verify, meta.lengths, 1 + bucket.drafts),
+            "extend": Attention(attention_extend, meta.lengths, (0,)),
+            "verify": Attention(attention_verify, meta.lengths, (0, 1 + bucket.drafts)),
         }[bucket.kind]
         blocks = Blocks(s, w, self.pools, meta, attention, s.log_floor, self.world, self.calls)
         for i in range(s.layers):
