@@ -45,9 +45,45 @@ def follow():
     (`runtime/overlap.py`). What older launches wrote is there at once: the launch before has
     waited for it, or this one would not have begun.
     """
+    await_last()
+    begin_next()
+
+
+@triton.jit
+def await_last():
+    """The first half of `follow`: wait for the launch before."""
     if COMPILED:
         gdc_wait()
+
+
+@triton.jit
+def begin_next():
+    """The other half: let the next launch begin when all programs of this one have come here.
+
+    A hasty kernel comes here first of all. Then the next launch may begin before the one before this
+    one has ended, so it may read less early (`tests/kernels/test_early_reads.py`).
+    """
+    if COMPILED:
         gdc_launch_dependents()
+
+
+@triton.jit
+def loaded(x):
+    """`x` as its load left it: what a use needs of its layout is done behind this, not at the load.
+
+    The compiler rearranges a value between threads right behind its load, and that waits for it. With
+    several loads first, and then this of each, they are all on the way at once.
+    """
+    if COMPILED:
+        if x.dtype.primitive_bitwidth == 16:
+            x = tl.inline_asm_elementwise(
+                "mov.b16 $0, $1;", "=h,h", [x], dtype=x.dtype, is_pure=False, pack=1
+            )
+        else:
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+            )
+    return x
 
 
 @triton.jit

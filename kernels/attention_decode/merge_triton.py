@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inkling_engine.kernels._triton import loaded
+
 RAISED = tl.constexpr(0x6A09E667F3BCC909)  # a flag: the fraction of the square root of 2
 
 
@@ -44,11 +46,13 @@ def merged_lines(partial, stats, line, held, d, DIM: tl.constexpr):
     """Output [LINES, D] f32 of the splits `line` [S, LINES] of each line, where `held`."""
     peak = tl.load(stats + line * 2, held, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(stats + line * 2 + 1, held, other=0.0, cache_modifier=".cg")
-    weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
-    weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
     at = partial + (line[:, :, None] * DIM + d[None, None, :])
     known = held[:, :, None] & (d < DIM)[None, None, :]
-    return tl.sum(weight[:, :, None] * tl.load(at, known, other=0.0, cache_modifier=".cg"), 0)
+    part = tl.load(at, known, other=0.0, cache_modifier=".cg")
+    peak, total, part = loaded(peak), loaded(total), loaded(part)
+    weight = tl.exp2(peak - tl.maximum(tl.max(peak, 0), -1e30)[None, :])
+    weight = weight / tl.maximum(tl.sum(weight * total, 0), 1e-30)[None, :]
+    return tl.sum(weight[:, :, None] * part, 0)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp, entry, ring_at
+from inkling_engine.kernels._triton import loaded
 
 
 @triton.jit
@@ -24,17 +25,28 @@ def log_scale(length, log_alpha, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def queries(
-    q, r, q_norm, g, d, c, tau, eps, GROUP: tl.constexpr, DIM: tl.constexpr, REL: tl.constexpr
-):
-    """Normalised queries [G, D] and relative vectors [G, c] f32 of a kv head, both times tau."""
-    mine = (g < GROUP)[:, None]
-    raw = tl.load(q + g[:, None] * DIM + d[None, :], mine & (d < DIM)[None, :], other=0.0)
+def own_inputs(
+    qkvr, token, head, g, d, c, inside, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, REL: tl.constexpr,
+):  # fmt: skip
+    """q [G, D], r [G, c], k and v [D] of a token and kv head, all on the way at once."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    line = qkvr + tl.cast(token, tl.int64) * (HEADS * (DIM + REL) + 2 * KV_HEADS * DIM)
+    h, mine = (head * GROUP + g)[:, None], (g < GROUP)[:, None]
+    q = tl.load(line + h * DIM + d[None, :], mine & (d < DIM)[None, :], other=0.0)
+    r_line = line + (HEADS + 2 * KV_HEADS) * DIM
+    r = tl.load(r_line + h * REL + c[None, :], mine & (c < REL)[None, :], other=0.0)
+    k = tl.load(line + (HEADS + head) * DIM + d, inside, other=0.0)
+    v = tl.load(line + (HEADS + KV_HEADS + head) * DIM + d, inside, other=0.0)
+    return loaded(q), loaded(r), loaded(k), loaded(v)
+
+
+@triton.jit
+def queries(raw, relative, gain, tau, eps, DIM: tl.constexpr):
+    """Normalised queries [G, D] of a kv head, and relative vectors [G, c] f32, both times tau."""
     x = raw.to(tl.float32)
-    gain = tl.load(q_norm + d, d < DIM, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    relative = tl.load(r + g[:, None] * REL + c[None, :], mine & (c < REL)[None, :], other=0.0)
-    query = (x * scale[:, None] * gain[None, :] * tau).to(raw.dtype)
+    query = (x * scale[:, None] * gain.to(tl.float32)[None, :] * tau).to(raw.dtype)
     return query, relative.to(tl.float32) * tau
 
 

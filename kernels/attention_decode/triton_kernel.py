@@ -30,7 +30,9 @@ from inkling_engine.kernels._triton import (
     follow,
     launchable,
     launches,
+    loaded,
     meta,
+    prefetch,
 )
 from inkling_engine.kernels.attention_decode.merge_triton import finish, merge_parts
 from inkling_engine.kernels.attention_decode.newest_triton import (
@@ -40,6 +42,7 @@ from inkling_engine.kernels.attention_decode.newest_triton import (
     keep_key_value,
     log_scale,
     normalised,
+    own_inputs,
     queries,
     taps_of,
     window_inputs,
@@ -90,8 +93,8 @@ def configure(tokens: int, kv_heads: int, capacity: int, window: int, wide: bool
     if window and (many or wide):
         return Config(1, 1, 64, 4, 4, 2 if wide else 3)
     if window:
-        slices = 4 if programs == 1 else 1
-        return Config(triton.cdiv(window - 1, 64) + 1, 1, 64, 1, 2, 1, True, slices)
+        slices, warps = (4, 4) if programs == 1 else (1, 2)
+        return Config(triton.cdiv(window - 1, 64) + 1, 1, 64, 1, warps, 1, True, slices)
     parts, stages = (4, 2) if wide else (4, 4) if many or programs == 1 else (1, 3)
     least = 128 if programs == 1 else 256 if programs < PROCESSORS else 512
     splits = max(RESIDENT * PROCESSORS // programs, capacity // 16384)
@@ -144,6 +147,19 @@ def keys_and_values(
 
 
 @triton.jit
+def prefetch_block(
+    kv_pool, page, block, n, layer, pages, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Fetch the keys and values of a block to L2."""
+    SPAN: tl.constexpr = min(DIMS, 128 // (kv_pool.dtype.element_ty.primitive_bitwidth // 8))
+    d = tl.minimum(tl.arange(0, DIMS // SPAN) * SPAN, DIM - 1)
+    keys = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
+    prefetch(keys)
+    prefetch(keys + KV_HEADS * PAGE * DIM)
+
+
+@triton.jit
 def decode_kernel(
     qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts, lengths,
     destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats, flags,
@@ -189,11 +205,6 @@ def decode_kernel(
     distance = position - first * BLOCK - n
     following = bank_slice(rel_proj, distance, REL, RELS, EXTENT)
     g, d, c = tl.arange(0, GROUPS), tl.arange(0, DIMS), tl.arange(0, RELS)
-    if SINGLE:
-        k, v = keys_and_values(
-            kv_pool, page, first, n, d, tl.where(busy, DIM, 0), distance, layer, pages, head,
-            KV_HEADS, PAGE, BLOCK, DIM, WINDOW,
-        )  # fmt: skip
     inside = d < tl.where(newest, DIM, 0)
     k_channel, v_channel = head * DIM + d, (KV_HEADS + head) * DIM + d
     old = ring_at(conv_pool, layer, pool_slots, source, RING, KV)
@@ -203,7 +214,18 @@ def decode_kernel(
     vw0, vw1, vw2, vw3 = taps_of(kv_conv, v_channel, inside)
     k_gain = tl.load(k_norm + d, inside, other=0.0)
     wanted = wants_snapshots(destination_slots, of, DESTINATIONS, DESTINED)
+    q_gain = tl.load(q_norm + d, d < DIM, other=0.0)
     nearest = tl.load(rel_proj + tl.minimum(c, REL - 1) * EXTENT).to(tl.float32)
+    if SINGLE:
+        k, v = keys_and_values(
+            kv_pool, page, first, n, d, tl.where(busy, DIM, 0), distance, layer, pages, head,
+            KV_HEADS, PAGE, BLOCK, DIM, WINDOW,
+        )  # fmt: skip
+        k, v = loaded(k), loaded(v)
+    elif busy:
+        prefetch_block(
+            kv_pool, page, first, n, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM, DIMS
+        )
     follow()  # only the token's q, k, v, r come from the launch before
 
     if (row >= live) & (split == 0):  # the program also clears the padded token of its number
@@ -212,16 +234,10 @@ def decode_kernel(
         tl.store(out + at, nothing, (g < GROUP)[:, None] & (d < DIM)[None, :])
     if (row >= rows) | (count == 0) | (split >= active):
         return
-    q = qkvr + tl.cast(token, tl.int64) * (HEADS * (DIM + REL) + KV)
-    r = q + (HEADS * DIM + KV + head * GROUP * REL)
-    k3 = tl.load(q + HEADS * DIM + k_channel, inside, other=0.0)
-    v3 = tl.load(q + HEADS * DIM + v_channel, inside, other=0.0)
-    query, relative = queries(
-        q + head * GROUP * DIM, r, q_norm, g, d, c, log_scale(length, log_alpha, FLOOR), eps, GROUP,
-        DIM, REL,
-    )  # fmt: skip
-    k_new = normalised(convolved(k3, k0, k1, k2, kw0, kw1, kw2, kw3), k_gain, eps, DIM)
-    v_new = convolved(v3, v0, v1, v2, vw0, vw1, vw2, vw3)
+    q, r, k3, v3 = own_inputs(qkvr, token, head, g, d, c, inside, KV_HEADS, GROUP, DIM, REL)
+    query, relative = queries(q, r, q_gain, log_scale(length, log_alpha, FLOOR), eps, DIM)
+    k_new = loaded(normalised(convolved(k3, k0, k1, k2, kw0, kw1, kw2, kw3), k_gain, eps, DIM))
+    v_new = loaded(convolved(v3, v0, v1, v2, vw0, vw1, vw2, vw3))
     maximum, total, output = first_state(
         newest, query, relative, k_new, v_new, nearest, DIM, SCALE, PARTS
     )

@@ -33,7 +33,15 @@ from inkling_engine.kernels._conv_triton import (
 )
 from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.kernels._exchange_launches import layout, pushed, summed
-from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels._triton import (
+    CompileCase,
+    await_last,
+    begin_next,
+    follow,
+    launchable,
+    launches,
+    meta,
+)
 from inkling_engine.kernels.boundary.triton_ranks import ranks_boundary_kernel
 from inkling_engine.kernels.boundary.triton_walk import (
     history,
@@ -100,8 +108,10 @@ def boundary_kernel(
     tokens, rows, pool_slots, layer, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, HOLD: tl.constexpr,
     ALONE: tl.constexpr, STAGES: tl.constexpr, DESTINATIONS: tl.constexpr,
-    DESTINED: tl.constexpr, RING: tl.constexpr,
+    DESTINED: tl.constexpr, RING: tl.constexpr, HASTY: tl.constexpr,
 ):  # fmt: skip
+    if HASTY:
+        begin_next()
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
     if HOLD:
@@ -154,7 +164,9 @@ def boundary_kernel(
         if HOLD:
             w0, w1, w2, w3 = split_taps(taps, BLOCK)
             s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
-        follow()
+        await_last()
+        if not HASTY:
+            begin_next()
     n0 = renewal(old, length, inputs, 0, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
     n1 = renewal(old, length, inputs, 1, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
     n2 = renewal(old, length, inputs, 2, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
@@ -255,7 +267,7 @@ def boundary(
     launchable(boundary_kernel)[(programs,)](
         x, residual, conv_weight, norm_weight, conv_pool, token_rows, *row_inputs, hidden, normed,
         tokens, rows, pool_slots, unit * layer, eps, STRIP=config.strip, HOLD=config.hold,
-        ALONE=alone, STAGES=1 if alone else config.stages, **sizes,
+        ALONE=alone, STAGES=1 if alone else config.stages, HASTY=tokens == rows == 1, **sizes,
     )  # fmt: skip
     return hidden, normed
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from inkling_engine.kernels._triton import (
     CompileCase,
+    await_last,
+    begin_next,
     follow,
     launchable,
     launches,
@@ -32,9 +34,11 @@ MAX_DEPTH = 8192  # elements of a row that it takes at once
 @triton.jit
 def vector_kernel(
     x, weight, y, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, HASTY: tl.constexpr,
 ):  # fmt: skip
     """y [COLUMNS] = weight [COLUMNS, DEPTH] @ x [DEPTH]; DEPTH <= BLOCK_K."""
+    if HASTY:
+        begin_next()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     deep = k < DEPTH
@@ -42,7 +46,9 @@ def vector_kernel(
         weight + n[:, None].to(tl.int64) * DEPTH + k[None, :],
         mask=(n < COLUMNS)[:, None] & deep[None, :], other=0.0, eviction_policy="evict_first",
     )  # fmt: skip
-    follow()
+    await_last()
+    if not HASTY:
+        begin_next()
     values = tl.load(x + k, mask=deep, other=0.0).to(tl.float32)
     product = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
     tl.store(y + n, product, mask=n < COLUMNS)
@@ -142,14 +148,15 @@ def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles
     return tiles._replace(depth=min(tiles.depth, max(16, triton.next_power_of_2(depth))))
 
 
-def product_with_vector(x: Tensor, weight: Tensor, y: Tensor) -> None:
-    """Write x @ weight^T to `y`, in the dtype of `y`; x has one row."""
+def product_with_vector(x: Tensor, weight: Tensor, y: Tensor, *, hasty: bool) -> None:
+    """Write x @ weight^T to `y`, in the dtype of `y`; x has one row. If `hasty` the next launch may
+    begin at once."""
     (tokens, depth), columns = x.shape, weight.shape[0]
     assert tokens == 1 and depth <= MAX_DEPTH
     block_n, block_k, warps = vector_config(columns, depth, weight.element_size())
     launchable(vector_kernel)[(triton.cdiv(columns, block_n),)](
         x, weight, y, COLUMNS=columns, DEPTH=depth, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps,
+        HASTY=hasty, num_warps=warps,
     )  # fmt: skip
 
 
@@ -160,7 +167,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t())
     y = x.new_empty(tokens, columns)
     if tokens == 1 and depth <= MAX_DEPTH:
-        product_with_vector(x, weight, y)
+        product_with_vector(x, weight, y, hasty=True)
         return y
     tiles = tile_config(tokens, columns, depth, weight.element_size())
     grid = triton.cdiv(columns, tiles.columns), triton.cdiv(tokens, tiles.rows)

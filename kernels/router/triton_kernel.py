@@ -149,7 +149,7 @@ def gate_logits(y: Tensor, gate_weight: Tensor) -> Tensor:
     (tokens, depth), count = y.shape, gate_weight.shape[0]
     if tokens == 1 and depth <= MAX_DEPTH:
         logits = y.new_empty(1, tokens, count, dtype=torch.float32)
-        product_with_vector(y, gate_weight, logits)
+        product_with_vector(y, gate_weight, logits, hasty=False)
         return logits
     wide = wide_config(tokens, count, depth, y.element_size())
     if wide:

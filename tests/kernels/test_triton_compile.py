@@ -164,7 +164,8 @@ def test_export_sees_no_other_argument_written(op: Op, monkeypatch: pytest.Monke
 def test_every_kernel_waits_for_the_one_before(op: Op) -> None:
     """Else it could read what is not written yet, since captured launches overlap."""
     for case in cases_of(op):
-        assert case.kernel.src.count("follow()") >= 1, case.name
+        waits = case.kernel.src.count("follow()") + case.kernel.src.count("await_last()")
+        assert waits >= 1, case.name
 
 
 def main(record: bool, wanted: list[str]) -> None:
