@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-import torch.multiprocessing.spawn as processes
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 MOST = 8
 
@@ -72,7 +72,7 @@ def start(world: int, work: Callable[..., None], *arguments: Any) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    processes.spawn(_run, (world, work, arguments), world)
+    spawn(_run, (world, work, arguments), world)
 
 
 def _run(rank: int, world: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

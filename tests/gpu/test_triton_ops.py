@@ -35,5 +35,7 @@ def test_launch_matches_reference(op: Op, case: Case) -> None:
     wanted, found = op.reference(*theirs), op.launch(*ours)
     for one, other in zip(tensors(found), tensors(wanted), strict=True):
         assert_close(one, other, case.tolerance)
-    for one, other in zip(tensors(ours), tensors(theirs), strict=True):
-        assert_close(one, other, case.tolerance)
+    names = [a.name for a in getattr(torch.ops.inkling, op.name).default._schema.arguments]
+    for name, one, other in zip(names, ours, theirs, strict=True):
+        if isinstance(one, Tensor) and name != "exchange":  # see test_exchange
+            assert_close(one, other, case.tolerance)
