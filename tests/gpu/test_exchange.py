@@ -118,7 +118,8 @@ class Program:
         rows = step.token_rows, step.slots, step.sources, step.starts, step.lengths
         self.rows = [one.to(self.at) for one in (*rows, *step.destinations)]
         self.wrong, self.digest = torch.zeros(2, 1, dtype=torch.int64, device=self.at)
-        self.wanted = [self.alone(kind) for kind in range(KINDS)]
+        with torch.cuda.device(self.at):  # Triton launches on the current one
+            self.wanted = [self.alone(kind) for kind in range(KINDS)]
 
     def _normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape).to(dtype).to(self.at)
