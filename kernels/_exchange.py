@@ -53,7 +53,7 @@ def slot_words(words: int, pushers: int) -> int:
     return min(MOST_PUSHED, (words - HEADER) // 2 // (1 + pushers) // ALIGNMENT * ALIGNMENT)
 
 
-def half_words(words: int, pushers: int = 0) -> int:
+def half_words(words: int, pushers: int) -> int:
     """Words of each half of a block of `words` words."""
     both = (words - HEADER) // 2 - pushers * slot_words(words, pushers)
     return both // ALIGNMENT * ALIGNMENT
@@ -74,7 +74,7 @@ def all_parts(
     peers [8] i64, exchange [words] i64 (written), step_counter [4] i64, rank [4] i32.
     """
     own, sequence = int(rank[0]), int(step_counter[0]) * calls + call + 1
-    size, half = part.nbytes, WORD * half_words(len(exchange))
+    size, half = part.nbytes, WORD * half_words(len(exchange), 0)
     assert size <= half, f"a part of {size} bytes for a half of {half}"
     at = WORD * HEADER + (sequence % 2) * half
     block = exchange.data_ptr()
