@@ -232,9 +232,9 @@ def pick_kernel(
     LINES: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """A sample's token, its logprob and the top ones."""
+    """A sample's token, its logprob and the top ones; if AGAIN only those of samples that emit."""
     s = tl.program_id(0)
     emit, lane = tl.load(emits + s) != 0, tl.arange(0, LANES)
     row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
@@ -242,6 +242,9 @@ def pick_kernel(
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     filtered = is_filtered(ints, floats)
     follow()  # rows' settings are older than the launch before
+    if AGAIN:  # noqa: SIM102  (a constant: no branch is compiled without it)
+        if emit == 0:
+            return
     here = emit & (lane < CHUNKS)
     maximum = tl.load(maxima + s * CHUNKS + lane, mask=here, other=-float("inf"))
     total = tl.load(sums + s * CHUNKS + lane, mask=here, other=0.0)
@@ -298,6 +301,41 @@ def sample(
     drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens and logprobs of a step; see the package docstring."""
+    samples = logits.shape[0]
+    chosen, logprobs = slots.new_empty(samples), logits.new_empty(samples)
+    top_tokens, top_logprobs = slots.new_empty(samples, top), logits.new_empty(samples, top)
+    state = token_counts, request_state, request_ints, request_floats
+    step = tokens, token_rows, slots, starts, lengths, sample_rows, emits
+    results = chosen, logprobs, top_tokens, top_logprobs
+    launch_sample(logits, *state, *step, stop_ids, bias_ids, top, drafts, *results, again=False)
+    return results
+
+
+def launch_sample(
+    logits: Tensor,
+    token_counts: Tensor,
+    request_state: Tensor,
+    request_ints: Tensor,
+    request_floats: Tensor,
+    tokens: Tensor,
+    token_rows: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    sample_rows: Tensor,
+    emits: Tensor,
+    stop_ids: int,
+    bias_ids: int,
+    top: int,
+    drafts: int,
+    chosen: Tensor,
+    logprobs: Tensor,
+    top_tokens: Tensor,
+    top_logprobs: Tensor,
+    *,
+    again: bool,
+) -> None:
+    """Write results of samples that emit; zeros of the others too, unless it is done `again`."""
     samples, vocab = logits.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     chunks = triton.cdiv(vocab, chunk)
@@ -305,8 +343,6 @@ def sample(
     maxima, sums = logits.new_empty(samples, chunks), logits.new_empty(samples, chunks)
     best = logits.new_empty(samples, chunks, dtype=torch.int64)
     top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
-    chosen, logprobs = slots.new_empty(samples), logits.new_empty(samples)
-    top_tokens, top_logprobs = slots.new_empty(samples, top), logits.new_empty(samples, top)
     lines, ints = request_ints.shape
     sizes = {"LINES": lines, "VOCAB": vocab, "INTS": ints, "FLOATS": request_floats.shape[1]}
     sizes |= {"TOKENS": tokens.shape[0], "ROWS": slots.shape[0]}
@@ -323,9 +359,8 @@ def sample(
         **sizes, TOP=top, DRAFTS=drafts, CHUNK=chunk, CHUNKS=chunks,
         LANES=triton.next_power_of_2(chunks),
         TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
-        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
+        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), AGAIN=again, num_warps=16,
     )  # fmt: skip
-    return chosen, logprobs, top_tokens, top_logprobs
 
 
 def compile_cases() -> list[CompileCase]:

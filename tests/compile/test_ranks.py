@@ -20,7 +20,6 @@ from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.options import DECODE_KIND
 from inkling_engine.compile.plan import TINY
 from inkling_engine.kernels import table
-from inkling_engine.kernels._exchange import ABSENT_LOGIT
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -77,11 +76,9 @@ def pair(folder: Path, scratch: Path, tp: int, **given: Any) -> tuple[Traffic, T
 
 
 def require_equal(whole: Traffic, split: Traffic, expected: Tensor, found: list[Tensor]) -> None:
-    """All ranks have the same bits, and those of one rank but for rounding; tokens are the same."""
-    assert all(torch.equal(logits, found[0]) for logits in found)
-    assert torch.allclose(found[0], expected, rtol=CLOSE, atol=CLOSE), (
-        (found[0] - expected).abs().max()
-    )
+    """The ranks' columns are one rank's logits but for rounding; tokens are the same."""
+    logits = torch.cat(found, 1)[:, : expected.shape[1]]
+    assert torch.allclose(logits, expected, rtol=CLOSE, atol=CLOSE), (logits - expected).abs().max()
     assert split.lines == whole.lines
     for name, pools in split.ranks.replicated():
         assert all(torch.equal(pool, pools[0]) for pool in pools), name
@@ -131,8 +128,7 @@ def test_what_a_rank_would_have_given_is_missed(tmp_path: Path) -> None:
     rows = first.rows(program_inputs(first.spec, PROMPT, ()), [Chunk(1, 0, whole.prompts[0], True)])
     alone = first.native(PROMPT, rows)[0]
     expected = whole.ranks.step(PROMPT, [Chunk(1, 0, whole.prompts[0], True)])[0][0]
-    assert (alone[:1024] - expected[:1024]).abs().max() > 1
-    assert bool((alone[1024:] == ABSENT_LOGIT).all())
+    assert (alone - expected[:1024]).abs().max() > 1
 
 
 def _require_kv(whole: Ranks, split: Ranks) -> None:

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 TOKENS, WIDTH, VOCAB, COLUMNS = 4, 1024, 12, 500
 CALLS = 4
 STEP = Step((Row(1, 9, 2), Row(2, 1, 2)), bucket_tokens=TOKENS)
+UNSURE = torch.ones(TOKENS, dtype=torch.int32)
 NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "reference"])
 Worker = Callable[[int], None]
 
@@ -149,9 +150,8 @@ class Program:
         tokens, world = self.tokens(step), group.world
         hidden = group.call(embed_norm, tokens, table, self.norm, *ranks, 0, CALLS, 1e-6, world)
         normed = boundary_of(group, part(rank, step, self.dtype), ranks, 1, world)
-        whole = group.call(
-            gather_logits, self.logits(rank, step), *ranks, 2, CALLS, world, world * COLUMNS - 3
-        )
+        numbers = 2, CALLS, world, world * COLUMNS - 3
+        whole = group.call(gather_logits, self.logits(rank, step), UNSURE, *ranks, *numbers)
         group.counters[rank][0] += 1  # as the commit does
         rows = torch.zeros(TOKENS, dtype=torch.int32), torch.tensor([0, TOKENS], dtype=torch.int32)
         drafted = group.call(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.test_exchange import CALLS, COLUMNS, STEP, TOKENS, VOCAB, WIDTH, part
+from kernels.test_exchange import CALLS, COLUMNS, STEP, TOKENS, UNSURE, VOCAB, WIDTH, part
 from kernels.test_ops import assert_close
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def calls_of(dtype: torch.dtype) -> list[tuple[Op, int, list[Tensor], list[Any],
     return [
         (embed_norm, 0, held, [tokens, mine, norm], [0, CALLS, 1e-6, WORLD]),
         (boundary, 1, x, [x[OWN], x[0], *conv, *step, *STEP.destinations], [0, 1, CALLS, 1e-6, WORLD]),
-        (gather_logits, 2, logits, [logits[OWN]], [2, CALLS, WORLD, WORLD * COLUMNS - 3]),
+        (gather_logits, 2, logits, [logits[OWN], UNSURE], [2, CALLS, WORLD, WORLD * COLUMNS - 3]),
         (draft_input, -1, held, [x[0], tokens, mine, *norms, *rows], [0, 0, *draft]),
     ]  # fmt: skip
 
