@@ -393,6 +393,7 @@ def candidates(
     cut = {"COLUMNS": columns, "VOCAB": vocab, "CHUNK": chunk, "CHUNKS": chunks}
     part = {"CALLS": calls, "HALF": half_words(exchange.shape[0])}
     part |= {"BUDGET": budget, "WORDS": record_words(top, budget)}
+    assert samples * part["WORDS"] <= part["HALF"], "records are larger than the exchange's halves"
     launchable(columns_kernel)[(chunks, samples)](
         logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows,
         slots, starts, lengths, sample_rows, emits, rank, scaled, maxima, sums, masses, best,
@@ -429,7 +430,7 @@ def compile_cases() -> list[CompileCase]:
             meta(129, 8, **i32), meta(129, 52, **i32), meta(129, 40, **f32),
             meta(tokens, **i32), meta(tokens, **i32), meta(rows, **i32), meta(rows + 1, **i32),
             meta(rows, **i32), meta(tokens, **i32), meta(tokens, **i32), 8, 32, 20, drafts,
-            meta(8, **i64), meta(exchange_words(1 << 20), **i64), meta(4, **i64), meta(4, **i32),
+            meta(8, **i64), meta(exchange_words(1 << 24), **i64), meta(4, **i64), meta(4, **i32),
             BUDGET, 85, 87, world, 200058,
         )  # fmt: skip
     return cases
