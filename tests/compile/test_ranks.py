@@ -20,6 +20,7 @@ from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.options import DECODE_KIND
 from inkling_engine.compile.plan import TINY
 from inkling_engine.kernels import table
+from inkling_engine.kernels._candidates import BUDGET
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -95,6 +96,32 @@ def test_all_ranks_give_what_one_gives(tmp_path: Path, tp: int, native: bool, dr
         require_equal(whole, split, whole.round()[0], split.round())
     assert len(set(chain.from_iterable(whole.lines))) > 20
     _require_kv(whole.ranks, split.ranks)
+
+
+@pytest.mark.parametrize(("tp", "native", "drafts"), [(2, True, 0), (4, True, 2), (2, False, 0)])
+def test_filters_give_what_one_rank_gives(
+    tmp_path: Path, tp: int, native: bool, drafts: int
+) -> None:
+    """From candidates, and from whole logits where a row asks for more of them than there are."""
+    whole, split = pair(TINY, tmp_path, tp, native=native, spec_depth=drafts)
+    for size in (20, 16):
+        require_equal(whole, split, whole.prompt(size)[0], split.prompt(size))
+    for machine in (*whole.ranks.machines, *split.ranks.machines):
+        ints, floats = machine.pools["request_ints"], machine.pools["request_floats"]
+        floats[1:, table.TEMPERATURE] = torch.tensor([1.5, 1.0, 0.8])
+        floats[2, table.TOP_P], floats[3, table.MIN_P] = 0.9, 0.05
+        ints[3, table.TOP_K] = 30
+    before = 0
+    for top_k in (BUDGET, 2 * tp * BUDGET):
+        for machine in (*whole.ranks.machines, *split.ranks.machines):
+            machine.pools["request_ints"][1, table.TOP_K] = top_k
+        for _ in range(STEPS):
+            require_equal(whole, split, whole.round()[0], split.round())
+        counter = split.ranks.machines[0].pools["step_counter"]
+        steps = int(counter[table.WHOLE_STEPS]) - before
+        assert steps == STEPS if top_k > BUDGET else steps < STEPS
+        before += steps
+    assert whole.ranks.machines[0].pools["step_counter"][1:].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("tp", [3, 6])
