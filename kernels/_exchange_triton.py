@@ -89,13 +89,20 @@ def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexp
 
 @triton.jit
 def gather_kernel(
-    logits, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, VOCAB: tl.constexpr,
-    ABSENT: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    logits, unsure, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SAMPLES: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr, VOCAB: tl.constexpr, ABSENT: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """whole [S, VOCAB] out of the columns [S, COLUMNS] of every rank, `count` elements each."""
+    """whole [S, VOCAB] out of the columns [S, COLUMNS] of every rank, `count` elements each. If no
+    sample is unsure the ranks only meet, by their first programs: the next call starts behind them."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    lane = tl.arange(0, LANES)
+    if tl.max(tl.load(unsure + lane, lane < SAMPLES, other=0), axis=0) == 0:
+        if tl.program_id(0) == 0:
+            meet(peers, exchange, own, sequence, WORLD)
+        return
     kind: tl.constexpr = logits.dtype
     mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK

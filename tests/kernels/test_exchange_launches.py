@@ -15,7 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.test_exchange import CALLS, COLUMNS, STEP, TOKENS, VOCAB, WIDTH, ordered_sum, part
+from kernels.test_candidates import Rows
+from kernels.test_exchange import (
+    CALLS,
+    COLUMNS,
+    STEP,
+    TOKENS,
+    UNSURE,
+    VOCAB,
+    WIDTH,
+    ordered_sum,
+    part,
+)
 from kernels.test_ops import assert_close
 from torch import Tensor
 
@@ -33,9 +44,11 @@ from inkling_engine.kernels._exchange import (
 )
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.boundary import boundary
+from inkling_engine.kernels.candidates import candidates
 from inkling_engine.kernels.draft_input import draft_input
 from inkling_engine.kernels.embed_norm import embed_norm
 from inkling_engine.kernels.gather_logits import gather_logits
+from inkling_engine.kernels.sample.cases import BIAS_IDS, FILTERS, STOP_IDS, TOP
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -114,7 +127,7 @@ def calls_of(dtype: torch.dtype) -> list[tuple[Op, int, list[Tensor], list[Any],
     return [
         (embed_norm, 0, held, [tokens, mine, norm], [0, CALLS, 1e-6, WORLD]),
         (boundary, 1, x, [x[OWN], x[0], *conv, *step, *STEP.destinations], [0, 1, CALLS, 1e-6, WORLD]),
-        (gather_logits, 2, logits, [logits[OWN]], [2, CALLS, WORLD, WORLD * COLUMNS - 3]),
+        (gather_logits, 2, logits, [logits[OWN], UNSURE], [2, CALLS, WORLD, WORLD * COLUMNS - 3]),
         (draft_input, -1, held, [x[0], tokens, mine, *norms, *rows], [0, 0, *draft]),
     ]  # fmt: skip
 
@@ -194,6 +207,33 @@ def what_a_program_misses_is_absent() -> None:
     assert torch.equal(found[0], found[1])
 
 
+def candidates_are_all_ranks() -> None:
+    """Each rank gives its records alone, then one reads them all: the tokens of whole logits, where it
+    says that they are proven. A rank left out is missed."""
+    for budget, vocab in ((8, 230), (64, 200), (16, 4200)):
+        logits = normal(len(FILTERS), vocab, scale=3)
+        rows = Rows(logits, FILTERS, -(-vocab // WORLD) + 3, budget)
+        blocks = [
+            torch.zeros(exchange_words(1 << 16, WORLD), dtype=torch.int64) for _ in range(WORLD)
+        ]
+        sizes, step = (STOP_IDS, BIAS_IDS, TOP, 0), (*rows.tables, *rows.step, rows.emits)
+        numbers = budget, 2, CALLS, WORLD, vocab
+        for r in [rank for rank in range(WORLD) if rank != OWN] + [OWN]:
+            peers, _, counter, own = ranks(blocks)
+            own[0] = r
+            if r != OWN:
+                peers.zero_()
+            arguments = rows.part(r), *step, *sizes, peers, blocks[r], counter, own, *numbers
+            found = candidates.launch(*arguments)
+        wanted, sure = rows.whole(native=False), found[4] == 0
+        assert sure.any() and (budget == 64) <= sure.all()
+        assert torch.equal(found[0][sure], wanted[0][sure])
+        assert torch.equal(found[2], wanted[2])
+        assert_close(found[1][sure], wanted[1][sure], 1e-5)
+        assert_close(found[3], wanted[3], 1e-5)
+        assert counter[2:].tolist() == ([0, 0] if sure.all() else [int((~sure).sum()), COUNTER + 1])
+
+
 def main() -> None:
     """All ops: with all peers, one absent, one that never comes."""
     from support.interpreter import repair_interpreter
@@ -210,6 +250,7 @@ def main() -> None:
                         compared += 1
         if most == 0:
             a_flag_is_one_programs()
+            candidates_are_all_ranks()
         else:
             what_a_program_misses_is_absent()
     print(compared, "calls")
