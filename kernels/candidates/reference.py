@@ -77,19 +77,9 @@ def candidates(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tokens and logprobs of a step, where they are proven; see the package docstring."""
     samples, columns = logits.shape
-    places = {}
-    for s in emits.nonzero().flatten().tolist():
-        at = int(sample_rows[s])
-        row = int(token_rows[at])
-        slot, begin = int(slots[row]), int(starts[row])
-        ahead = tokens[begin + 1 : at + 1] if drafts else tokens[:0]
-        places[s] = Place(
-            request_ints[slot],
-            request_floats[slot],
-            counted(token_counts[slot], ahead),
-            int(request_state[slot, table.GENERATED]) + len(ahead),
-            int(lengths[row]) + at - begin + 1,
-        )
+    state = token_counts, request_state, request_ints, request_floats
+    step = tokens, token_rows, slots, starts, lengths, sample_rows
+    places = {s: _place(s, *state, *step, drafts) for s in emits.nonzero().flatten().tolist()}
     own = torch.zeros(samples, record_words(top, budget), dtype=torch.float64)
     first = min(int(rank[0]) * columns, vocab)
     for s, place in places.items():
@@ -99,22 +89,51 @@ def candidates(
         wanted = process(wanted, *place[2:4], *place[:2], stop_ids, bias_ids)
         own[s] = _record(raw, wanted[first : first + len(raw)], place, first, top, budget)
     parts = all_parts(own, peers, exchange, step_counter, rank, call, calls, world)
-    results = (
-        torch.zeros(samples, dtype=torch.int32),
-        torch.zeros(samples),
-        torch.zeros(samples, top, dtype=torch.int32),
-        torch.zeros(samples, top),
-        torch.zeros(samples, dtype=torch.int32),
-    )
+    chosen, tops = tokens.new_zeros(samples), tokens.new_zeros(samples, top)
+    logprobs, top_logprobs = torch.zeros(samples), torch.zeros(samples, top)
+    results = chosen, logprobs, tops, top_logprobs, torch.zeros_like(chosen)
     for s, place in places.items():
         if records := [part[s] for part in parts if part is not None and part[s, IDS] > 0]:
             lines = [result[s] for result in results]
             _choose(torch.stack(records), place, lines, top, budget, vocab)
-    if unsure := int(results[-1].sum()):
+    _count(step_counter, int(results[-1].sum()))
+    return results
+
+
+def _place(
+    s: int,
+    token_counts: Tensor,
+    request_state: Tensor,
+    request_ints: Tensor,
+    request_floats: Tensor,
+    tokens: Tensor,
+    token_rows: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    sample_rows: Tensor,
+    drafts: int,
+) -> Place:
+    """That of sample `s`."""
+    at = int(sample_rows[s])
+    row = int(token_rows[at])
+    slot, begin = int(slots[row]), int(starts[row])
+    ahead = tokens[begin + 1 : at + 1] if drafts else tokens[:0]
+    return Place(
+        request_ints[slot],
+        request_floats[slot],
+        counted(token_counts[slot], ahead),
+        int(request_state[slot, table.GENERATED]) + len(ahead),
+        int(lengths[row]) + at - begin + 1,
+    )
+
+
+def _count(step_counter: Tensor, unsure: int) -> None:
+    """Count so many unsure samples of a step."""
+    if unsure:
         step_counter[table.WHOLE_STEPS] += 1
         step_counter[table.WHOLE_SAMPLES] += unsure
         step_counter[table.LAST_WHOLE] = step_counter[table.STEPS] + 1
-    return results
 
 
 def _record(raw: Tensor, wanted: Tensor, place: Place, first: int, top: int, budget: int) -> Tensor:

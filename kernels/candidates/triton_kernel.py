@@ -32,28 +32,21 @@ from inkling_engine.kernels._sampling_triton import (
     value_of,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels.candidates.lists_triton import BROKEN, draw_candidate, list_candidates
 from inkling_engine.kernels.sample.triton_kernel import (
     CHUNK,
     GENERATED,
-    MIN_P,
     STATE_WIDTH,
     TEMPERATURE,
-    TOP_K,
     TOP_LOGPROBS,
-    TOP_P,
-    highest_of,
     is_filtered,
     offset_of,
     row_of,
-    threshold,
-    unsigned,
 )
 
 UNROLL = 2  # blocks of two chunks that `list_candidates` reads before it waits for one
 
-CLOSE, EXACT = tl.constexpr(_candidates.CLOSE), tl.constexpr(_candidates.EXACT)
 HEADER = tl.constexpr(_candidates.HEADER)
-BROKEN = tl.constexpr(2**63 - 1)  # above any (value, id)
 STEPS, WHOLE_STEPS = tl.constexpr(table.STEPS), tl.constexpr(table.WHOLE_STEPS)
 WHOLE_SAMPLES, LAST_WHOLE = tl.constexpr(table.WHOLE_SAMPLES), tl.constexpr(table.LAST_WHOLE)
 
@@ -116,43 +109,6 @@ def columns_kernel(
             offset = offset_of(s, row, sample_rows, starts)
             value += gumbel(index, tl.load(lengths + row) + offset + 1, ints)
     tl.store(best + cell, tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0))
-
-
-@triton.jit
-def list_candidates(
-    record, raws, logits, scaled, best, first, ids, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr, BUDGET: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Write the keys of a sample's candidates to `record`, in no order, and their raw logits to `raws`;
-    the last one's key, NOTHING if the `ids` from `first` on are no more. All pointers are the sample's."""
-    key, limit = tl.full((), 0, tl.uint32), tl.full((), BUDGET, tl.int32)
-    if COLUMNS > BUDGET:
-        zero = limit.to(tl.float32) * 0.0
-        key, left, _ = threshold(
-            scaled, best, limit.to(tl.float64), zero, zero, key, zero.to(tl.float64), False,
-            COLUMNS, CHUNKS, CHUNK, BLOCK, UNROLL,
-        )  # fmt: skip
-        limit = tl.minimum(left, 1.0 * BUDGET).to(tl.int32)
-    count, tied = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    least = tl.full((), BROKEN, tl.int64)
-    for begin in range(0, COLUMNS, BLOCK):
-        if unsigned(highest_of(best, begin, CHUNKS, CHUNK, BLOCK)) >= key:
-            column = begin + tl.arange(0, BLOCK)
-            there = column < ids
-            value = tl.load(scaled + column, mask=there, other=-float("inf"))
-            found = unsigned(value)
-            tie = (there & (found == key)).to(tl.int32)
-            before = tl.cumsum(tie, axis=0) - tie + tied
-            keep = there & ((found > key) | ((tie != 0) & (before < limit)))
-            place = tl.cumsum(keep.to(tl.int32), axis=0) - 1 + count
-            keep = keep & (place < BUDGET)
-            keys = ranked(value, first + column)
-            tl.store(record + place, keys, mask=keep)
-            tl.store(raws + place, tl.load(logits + column, mask=keep, other=0.0), mask=keep)
-            least = tl.minimum(least, tl.min(tl.where(keep, keys, BROKEN), axis=0))
-            count += tl.sum(keep.to(tl.int32), axis=0)
-            tied += tl.sum(tie, axis=0)
-    return count, tl.where(ids > BUDGET, least, NOTHING)
 
 
 @triton.jit
@@ -224,42 +180,6 @@ def words_at(
     block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r, there, other=0))
     kind: tl.constexpr = exchange.dtype
     return part_at(block, sequence, HALF, kind) + offset, there
-
-
-@triton.jit
-def draw_candidate(keys, last, whole, position, ints, floats, COUNT: tl.constexpr):
-    """(key, sure): the best of the candidates `keys` [COUNT] of all ranks as (noisy value, id), NOTHING
-    if there is none. `last` is the key behind which some may have been left out, `whole` all mass."""
-    top_k, top_p, min_p = tl.load(ints + TOP_K), tl.load(floats + TOP_P), tl.load(floats + MIN_P)
-    keys = tl.sort(keys, descending=True)
-    place = tl.arange(0, COUNT)
-    there = (keys >= last) & (keys != NOTHING)
-    count = tl.sum(there.to(tl.int32), axis=0)
-    value = tl.where(there, value_of(keys), -float("inf"))
-    highest = tl.max(value, axis=0)
-    weight = tl.where(there, tl.exp(value - highest), 0.0)
-    lowest = tl.min(tl.where(there, weight, 2.0), axis=0)
-    endless = tl.min(tl.where(there, value, float("inf")), axis=0) == -float("inf")
-    closed = (last == NOTHING) | (lowest < min_p * (1.0 - CLOSE)) | endless
-    limit = tl.where(top_k > 0, top_k, COUNT)
-    closed = closed | ((top_k > 0) & (top_k <= count))
-    keep = there & (weight >= min_p) & (value > -float("inf")) & (place < limit)
-    sure = closed & (tl.abs(highest) < float("inf"))
-    if top_p < 1.0:
-        share = tl.where(keep, weight, 0.0).to(tl.float64)
-        listed = tl.sum(share, axis=0)
-        mass = tl.where(closed, listed, whole)
-        error = tl.where(closed, EXACT, CLOSE) * mass
-        goal = top_p.to(tl.float64) * mass
-        before = tl.cumsum(share, axis=0) - share
-        near = keep & (place > 0) & (tl.abs(before - goal) <= error)
-        reached = (min_p == 0.0) & (top_k <= 0) & (listed > goal + error)
-        sure = sure | (reached & (tl.abs(highest) < float("inf")))
-        sure = sure & (tl.max(near.to(tl.int32), axis=0) == 0)
-        keep = keep & ((before < goal) | (place == 0))
-    index = index_of(keys)
-    noisy = ranked(value + gumbel(index, position, ints), index)
-    return tl.max(tl.where(keep, noisy, NOTHING), axis=0), sure
 
 
 @triton.jit
@@ -377,42 +297,72 @@ def candidates(
     vocab: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tokens and logprobs of a step, where they are proven; see the package docstring."""
+    samples, (lines, ints) = logits.shape[0], request_ints.shape
+    sizes = {"LINES": lines, "TOKENS": tokens.shape[0], "ROWS": slots.shape[0], "INTS": ints}
+    sizes |= {"FLOATS": request_floats.shape[1], "TOP": top, "DRAFTS": drafts}
+    part = {"CALLS": calls, "HALF": half_words(exchange.shape[0], world)}
+    part |= {"BUDGET": budget, "WORDS": record_words(top, budget)}
+    assert samples * part["WORDS"] <= part["HALF"], "records are larger than the exchange's halves"
+    state = token_counts, request_state, request_ints, request_floats
+    step = tokens, token_rows, slots, starts, lengths, sample_rows, emits
+    biases = {"STOP_IDS": stop_ids, "BIAS_IDS": bias_ids}
+    biases["BIAS_LANES"] = triton.next_power_of_2(max(1, bias_ids))
+    block, number = (exchange, step_counter, rank), LAYER_UNIT.value * call
+    launch_records(logits, state, step, block, number, vocab, sizes, part, biases)
+    return launch_choice(logits, state, step, (peers, *block), number, world, sizes | part)
+
+
+def launch_records(
+    logits: Tensor,
+    state: tuple[Tensor, ...],
+    step: tuple[Tensor, ...],
+    block: tuple[Tensor, Tensor, Tensor],
+    number: int,
+    vocab: int,
+    sizes: dict[str, int],
+    part: dict[str, int],
+    biases: dict[str, int],
+) -> None:
+    """Write the samples' records where the ranks exchange."""
     samples, columns = logits.shape
-    assert budget == triton.next_power_of_2(budget)
     chunk = min(CHUNK, triton.next_power_of_2(columns))
-    chunks = triton.cdiv(columns, chunk)
+    chunks, top = triton.cdiv(columns, chunk), sizes["TOP"]
     scaled = torch.empty_like(logits)
     maxima, sums, masses = (logits.new_empty(samples, chunks) for _ in range(3))
     best = logits.new_empty(samples, chunks, dtype=torch.int64)
     top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
-    chosen, logprobs = slots.new_empty(samples), logits.new_empty(samples)
-    top_tokens, top_logprobs = slots.new_empty(samples, top), logits.new_empty(samples, top)
-    unsure, (lines, ints) = slots.new_empty(samples), request_ints.shape
-    sizes = {"LINES": lines, "TOKENS": tokens.shape[0], "ROWS": slots.shape[0], "INTS": ints}
-    sizes |= {"FLOATS": request_floats.shape[1], "TOP": top, "DRAFTS": drafts}
+    found = scaled, maxima, sums, masses, best, top_keys
     cut = {"COLUMNS": columns, "VOCAB": vocab, "CHUNK": chunk, "CHUNKS": chunks}
-    part = {"CALLS": calls, "HALF": half_words(exchange.shape[0], world)}
-    part |= {"BUDGET": budget, "WORDS": record_words(top, budget)}
-    assert samples * part["WORDS"] <= part["HALF"], "records are larger than the exchange's halves"
     launchable(columns_kernel)[(chunks, samples)](
-        logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows,
-        slots, starts, lengths, sample_rows, emits, rank, scaled, maxima, sums, masses, best,
-        top_keys, **sizes, **cut, STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
-        BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), num_warps=8,
+        logits, *state, *step, block[2], *found, **sizes, **cut, **biases, num_warps=8,
     )  # fmt: skip
+    (_, token_rows, slots, _, _, sample_rows, emits), tables = step, state[2:]
     launchable(record_kernel)[(samples,)](
-        logits, request_ints, request_floats, token_rows, slots, sample_rows, emits, exchange,
-        step_counter, rank, scaled, maxima, sums, masses, best, top_keys, LAYER_UNIT.value * call,
+        logits, *tables, token_rows, slots, sample_rows, emits, *block, *found, number,
         **sizes, **cut, **part, LANES=triton.next_power_of_2(chunks),
         TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
         UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
     )  # fmt: skip
-    programs, ranks = min(FLAGS, samples), triton.next_power_of_2(world)
+
+
+def launch_choice(
+    logits: Tensor,
+    state: tuple[Tensor, ...],
+    step: tuple[Tensor, ...],
+    ranks: tuple[Tensor, Tensor, Tensor, Tensor],
+    number: int,
+    world: int,
+    sizes: dict[str, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Choose from the records of all ranks."""
+    samples, emits, top = logits.shape[0], step[-1], sizes["TOP"]
+    chosen, logprobs, unsure = (t.new_empty(samples) for t in (emits, logits, emits))
+    top_tokens, top_logprobs = emits.new_empty(samples, top), logits.new_empty(samples, top)
+    programs, lanes = min(FLAGS, samples), triton.next_power_of_2(world)
     launchable(choose_kernel)[(programs,)](
-        request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows, emits,
-        peers, exchange, step_counter, rank, chosen, logprobs, top_tokens, top_logprobs, unsure,
-        LAYER_UNIT.value * call, **sizes, **part, SAMPLES=samples, WORLD=world, RANKS=ranks,
-        ALL_TOPS=triton.next_power_of_2(ranks * max(1, top)),
+        *state[2:], *step[1:], *ranks, chosen, logprobs, top_tokens, top_logprobs, unsure, number,
+        **sizes, SAMPLES=samples, WORLD=world, RANKS=lanes,
+        ALL_TOPS=triton.next_power_of_2(lanes * max(1, top)),
         ROUNDS=triton.cdiv(samples, programs), num_warps=2 if world <= 2 else 4,
     )  # fmt: skip
     return chosen, logprobs, top_tokens, top_logprobs, unsure

@@ -353,8 +353,7 @@ def launch_sample(
     warps: int = 4,
     span: int = 0,
 ) -> None:
-    """Write results of samples that emit, and zeros of the others, unless programs of `scan` take
-    `span` chunks each."""
+    """Write what samples that emit give, and zeros of others unless a program scans `span` chunks."""
     samples, vocab = logits.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     chunks = triton.cdiv(vocab, chunk)
@@ -362,7 +361,7 @@ def launch_sample(
     maxima, sums = logits.new_empty(samples, chunks), logits.new_empty(samples, chunks)
     best = logits.new_empty(samples, chunks, dtype=torch.int64)
     top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
-    lines, ints = request_ints.shape
+    (lines, ints), lanes = request_ints.shape, triton.next_power_of_2(chunks)
     sizes = {"LINES": lines, "VOCAB": vocab, "INTS": ints, "FLOATS": request_floats.shape[1]}
     sizes |= {"TOKENS": tokens.shape[0], "ROWS": slots.shape[0]}
     launchable(scan)[(triton.cdiv(chunks, span or 1), samples)](
@@ -376,9 +375,8 @@ def launch_sample(
         logits, request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows,
         emits, scaled, maxima, sums, best, top_keys, chosen, logprobs, top_tokens, top_logprobs,
         **sizes, TOP=top, DRAFTS=drafts, CHUNK=chunk, CHUNKS=chunks,
-        LANES=triton.next_power_of_2(chunks),
-        TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
-        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), AGAIN=span > 0, num_warps=16,
+        LANES=lanes, TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
+        UNROLL=min(UNROLL, lanes), AGAIN=span > 0, num_warps=16,
     )  # fmt: skip
 
 
