@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, Frozen
 
 SCHEMA_VERSION = 1
@@ -21,21 +23,41 @@ class TensorEntry(Frozen):
 
 class Part(Frozen):
     """A block of an engine tensor: `source` = (start, stop, step) for each axis of a checkpoint
-    tensor, reshaped to `shape` and stored at `offset` of the engine tensor."""
+    tensor, reshaped to `shape` and stored at `offset` of the engine tensor.
+
+    `split` = (axis, blocks): along that axis of the source lie so many blocks of this size, of which
+    rank r of N reads number r * blocks // N.
+    """
 
     tensor: str
     source: tuple[tuple[int, int, int], ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    split: tuple[int, int] = (0, 1)
+
+    def of_rank(self, rank: int, ranks: int) -> Part:
+        """What `rank` has where rank 0 of `ranks` has this."""
+        axis, blocks = self.split
+        start, stop, step = self.source[axis]
+        length = len(range(start, stop, step))
+        first = start + rank * blocks // ranks * length * step
+        block = (first, first + (length - 1) * step + 1, step)
+        source = (*self.source[:axis], block, *self.source[axis + 1 :])
+        return msgspec.structs.replace(self, source=source)
 
 
 class Recipe(Frozen):
-    """How one engine tensor is made: its parts tile it exactly and are cast to `dtype`."""
+    """How one engine tensor of rank 0 is made: its parts tile it exactly and are cast to `dtype`."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    def of_rank(self, rank: int, ranks: int) -> Recipe:
+        """The recipe of `rank` out of `ranks`."""
+        parts = tuple(part.of_rank(rank, ranks) for part in self.parts)
+        return msgspec.structs.replace(self, parts=parts)
 
 
 class RowEntry(Frozen):

@@ -254,13 +254,16 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
 def _verify(state: Build) -> None:
     """Prove the sealed engine as a user would run it; nothing of a failing one is kept.
 
-    One without the weights of all ranks is shown on drawn ones.
+    One without the weights of all ranks, or with more ranks than there are GPUs, is shown on drawn
+    ones; with too few GPUs, one rank of it.
     """
     state.notify("verify", "started", 0.0)
     started = time.monotonic()
     command = [sys.executable, "-m", "inkling_engine.runtime.cli", "verify", str(state.sealed)]
-    if not state.plan.whole:
+    spec = state.plan.spec
+    if not state.plan.whole or cross.too_few(spec.device, spec.tp):
         command += ["--random-weights", "0"]
+        command += ["--alone"] * cross.too_few(spec.device, spec.tp)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(state.work)

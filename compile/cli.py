@@ -35,7 +35,7 @@ from inkling_engine.compile.options import BuildOptions
 @click.option(
     "--config",
     type=click.Path(dir_okay=False),
-    help="JSON file with the same fields, and draft_vocab.",
+    help="JSON file with the same fields, and draft_vocab and layers.",
 )
 @click.option(
     "--dry-run",
@@ -79,7 +79,9 @@ def _proof_to_do(folder: Path) -> str | None:
     manifest = open_manifest(folder)
     if manifest.environment.built_with_gpu:
         return None
-    return f"inkling-engine verify {folder}{'' if manifest.weights else ' --random-weights 0'}"
+    alone = " --alone" if manifest.spec.tp > 1 else ""
+    drawn = "" if manifest.weights else f" --random-weights 0{alone}"
+    return f"inkling-engine verify {folder}{drawn}"
 
 
 def main() -> None:

@@ -37,8 +37,9 @@ BUCKET = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `compile-engine` was asked for; None means decided from model and target.
 
-    `draft_vocab` (a field of `--config` alone) has drafts chosen among that many first ids: ids are
-    roughly by frequency, and fewer rows of the head are cheaper to read.
+    Fields of `--config` alone: `draft_vocab` has drafts chosen among that many first ids: ids are
+    roughly by frequency, and fewer rows of the head are cheaper to read. `layers` keeps the first
+    layers of a preset without weights, to measure where the whole model does not fit.
     """
 
     model: str
@@ -56,6 +57,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     snapshot_grid: int = 256
     spec_depth: int = 0
     draft_vocab: int | None = None
+    layers: int | None = None
     rank_weights: str | None = None
     jobs: int = 1
 

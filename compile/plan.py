@@ -13,10 +13,10 @@ import msgspec
 
 from inkling_engine.artifacts.errors import UsageError
 from inkling_engine.artifacts.layout import engine_id, program_name
-from inkling_engine.artifacts.spec import EngineSpec
+from inkling_engine.artifacts.spec import EngineSpec, ModelShape
 from inkling_engine.compile.checkpoint import Checkpoint, open_checkpoint, require_shape
 from inkling_engine.compile.memory import Bill, fit_pools, memory_bill, require_fit
-from inkling_engine.compile.models.inkling.shape import PRESETS, preset
+from inkling_engine.compile.models.inkling.shape import PRESETS, first_layers, preset
 from inkling_engine.compile.options import BuildOptions, default_device, make_spec
 
 TINY = Path(__file__).parent / "models" / "inkling" / "tiny"
@@ -66,6 +66,9 @@ def make_plan(options: BuildOptions, device_memory: int | None = None) -> Plan:
         require_shape(checkpoint, shape, options.model)
         shape = checkpoint.shape
     name = options.model if options.model in PRESETS else Path(options.model).resolve().name
+    if options.layers is not None:
+        _require_layers(options.layers, shape, checkpoint)
+        name, shape = f"{name}-{options.layers}-layers", first_layers(shape, options.layers)
     device = default_device(options, has_weights=checkpoint is not None)
     spec = make_spec(options, name, shape, device)
     spec = fit_pools(spec, device_memory)
@@ -102,6 +105,15 @@ def _weights_folder(options: BuildOptions) -> Path | None:
     return Path(options.model)
 
 
+def _require_layers(layers: int, shape: ModelShape, checkpoint: Checkpoint | None) -> None:
+    """Raise UsageError unless so many first layers can be built by themselves."""
+    if checkpoint is not None:
+        expected = "a preset without weights: a part of a model answers nothing"
+        raise UsageError("layers", f"{layers} of {checkpoint.folder}", expected, "drop layers")
+    if not 1 <= layers <= shape.layers:
+        raise UsageError("layers", layers, f"1 to {shape.layers}", "choose one of them")
+
+
 def _unknown_model(model: str) -> UsageError:
     expected = f"a preset ({', '.join(PRESETS)}) or a checkpoint folder"
     return UsageError("--model", repr(model), expected, "name one of them")
@@ -135,11 +147,6 @@ def require_buildable(plan: Plan) -> None:
             expected = "a GPU, or at least a CUDA build of torch"
             remedy = "install one, add --dry-run, or build a CPU engine with --device cpu"
             raise UsageError("--device", found, expected, remedy)
-        if spec.tp != 1 and plan.ranks:
-            found = f"{spec.tp} for a CUDA engine with weights"
-            expected = "1: the ranks of a CUDA engine cannot reach one another in this version"
-            remedy = "use --tp 1 or --device cpu, or build a preset's programs without weights"
-            raise UsageError("--tp", found, expected, remedy)
     require_fit(spec, plan.bill)
 
 

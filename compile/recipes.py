@@ -40,13 +40,19 @@ def source_shapes(recipes: Iterable[Recipe]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def take(recipe: Recipe, axis: int, intervals: Sequence[Interval]) -> Recipe:
-    """The recipe of the engine tensor's `intervals` (start, stop) of `axis`, one after another."""
+def take(
+    recipe: Recipe, axis: int, intervals: Sequence[Interval], blocks: Sequence[int] = ()
+) -> Recipe:
+    """The recipe of the engine tensor's `intervals` (start, stop) of `axis`, one after another.
+
+    `blocks`: each interval is the first of so many alike, of which every rank has one.
+    """
     parts: list[Part] = []
     position = 0
-    for interval in intervals:
+    for at, interval in enumerate(intervals):
         clipped = (_clip(part, axis, interval, position) for part in recipe.parts)
-        parts += [part for part in clipped if part is not None]
+        found = [part for part in clipped if part is not None]
+        parts += [_split(part, axis, blocks[at]) for part in found] if blocks else found
         position += interval[1] - interval[0]
     shape = _replaced(recipe.shape, axis, position)
     return msgspec.structs.replace(recipe, shape=shape, parts=tuple(parts))
@@ -68,6 +74,10 @@ def _clip(part: Part, axis: int, interval: Interval, position: int) -> Part | No
         offset=_replaced(part.offset, axis, position + low - interval[0]),
         shape=_replaced(part.shape, axis, high - low),
     )
+
+
+def _split(part: Part, axis: int, blocks: int) -> Part:
+    return msgspec.structs.replace(part, split=(_source_axis(part, axis), blocks))
 
 
 def _source_axis(part: Part, axis: int) -> int:

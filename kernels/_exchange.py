@@ -1,10 +1,10 @@
 """How ranks exchange data inside an op: the block, the sequence, publishing and waiting.
 
-Each rank has one block of int64 words that the others can address: CONTROL words (the error word
-and a limit), FLAGS sequence flags, and two halves of data. A collective numbered `call` out of the
-`calls` of a program has the sequence step_counter[0] * calls + call + 1, the same on all ranks; it
-uses half sequence % 2. A rank writes its part, then its flag, then waits until the other ranks' flags
-have come as far, and reads their parts. So nobody writes what a slow rank still reads: who
+Each rank has one block of int64 words that the others can address: CONTROL words (the error word,
+a limit, 1 + the block's rank), FLAGS sequence flags, and two halves of data. A collective numbered
+`call` out of the `calls` of a program has the sequence step_counter[0] * calls + call + 1, the same on
+all ranks; it uses half sequence % 2. A rank writes its part, then its flag, then waits until the other
+ranks' flags have come as far, and reads their parts. So nobody writes what a slow rank still reads: who
 publishes s has read s - 1 of all, and they had then read s - 2. That holds while no number is left
 out: a program makes all its calls. What stands behind the step counter's growth has negative numbers.
 
@@ -15,10 +15,11 @@ twice as fast, for sums have two phases (`_exchange_triton.py`).
 is absent: it is never waited for and gives nothing. Flags outlive steps and are never reset alone: who
 zeroes a step counter zeroes the block, before any rank's next step. With one rank nothing is read.
 
-A rank that does not come within LIMIT_MS (on a GPU GPU_LIMIT_MS; or word LIMIT, if that is not 0) is noted in the error
-word as 1 + rank, the first one only. Then nobody waits any more: what has not come counts as absent.
+A rank that does not come within LIMIT_MS (or word LIMIT, if that is not 0) is noted in the error word as
+1 + rank, the first one only. Then nobody waits any more: what has not come counts as absent.
 On the CPU so is a rank whose process has ended: word LIFE + r may hold 1 + a descriptor, of this process,
-that hangs up then. Nothing of Python runs while a program waits, so the native wait looks itself.
+that hangs up then. Nothing of Python runs while a program waits, so the native wait looks itself; time
+in which it did not, being suspended, is not the other rank's.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 CONTROL = 32  # words
 FLAGS = 256  # a launch of more programs than that does not wait
 HEADER = CONTROL + FLAGS
-ERROR, LIMIT, LIFE = 0, 1, 8  # words of the control part; LIFE is one a rank
-LIMIT_MS, GPU_LIMIT_MS = 20_000, 5_000
+ERROR, LIMIT, OWNER, LIFE = 0, 1, 2, 8  # words of the control part; LIFE is one a rank
+LIMIT_MS = 5_000
 WORD = 8  # bytes
 ALIGNMENT = 32  # words, of a half or a slot
 MOST_PUSHED = 1 << 18  # words of a slot: 2 MiB

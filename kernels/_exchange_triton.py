@@ -22,11 +22,11 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
-from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, GPU_LIMIT_MS, HEADER, LIMIT
+from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, LIMIT_MS
 from inkling_engine.kernels._triton import COMPILED, follow
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
-_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(GPU_LIMIT_MS)
+_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS)
 TRIES = tl.constexpr(64)  # polls between two looks at the clock
 
 

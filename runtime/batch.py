@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from inkling_engine.runtime import usage
 from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
 from inkling_engine.runtime.batch_job import Control, Job, StoppedError
 from inkling_engine.runtime.batch_output import Part, require_absent
@@ -61,7 +62,7 @@ class BatchRunner:
         """A runner on the engine in `folder`, opened with the keywords of `Engine.load`."""
         from inkling_engine.runtime.engine import Engine
 
-        options = {"random_weights": load.get("random_weights")}
+        options = {name: load.get(name) for name in ("random_weights", "alone")}
         engine = Engine.load(folder, **load)
         chat = open_chat(engine.tokenizer, Path(folder))
         return cls(engine, chat, max_in_flight=max_in_flight, options=options)
@@ -141,7 +142,7 @@ def run_batch(
         with shown() as watch, stopped_by_signals(runner):
             report = runner.run(source, output, shard=shard, deadline=deadline, watch=watch)
         check(engine)
-        return report
+        return report | usage.report(engine)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.store import open_manifest
+from inkling_engine.runtime import usage
 from inkling_engine.runtime.debug import force_accept
 from inkling_engine.runtime.drafts import render_drafts, replay_steps
 from inkling_engine.runtime.engine import Engine
@@ -86,6 +87,7 @@ def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) ->
         return {
             "engine_id": engine.manifest.engine_id,
             **_about(engine.pool.tensors["kv_full"].device),
+            **usage.report(engine),
             "work": asdict(work),
             "load": {"process": started, **engine.timings},
             "prefill": _prefill(work, counted),
@@ -111,6 +113,8 @@ def render(report: dict[str, Any]) -> str:
         "prefill": f"{prefill['tokens_per_second']:,.0f} tokens/s; first token after "
         f"{first['mean']:.3f} ms (p50 {first['p50']:.3f}, p95 {first['p95']:.3f})",
     }
+    if ranks := report.get("ranks"):
+        facts["ranks"] = usage.render(ranks)
     if report["drafts"]:
         facts["drafts"] = render_drafts(report["drafts"])
     if report["whole_logits"]["steps"]:
@@ -253,11 +257,4 @@ def _about(device: torch.device) -> dict[str, Any]:
         "torch": found.torch,
         "cuda": found.cuda,
     }
-    if device.type == "cuda":
-        import torch
-
-        return {"device": torch.cuda.get_device_name(device), "versions": versions}
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {"device": names[0] if names else platform.machine(), "versions": versions}
+    return {"device": usage.device_name(device), "versions": versions}

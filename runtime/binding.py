@@ -7,7 +7,6 @@ before the first step; afterwards nothing is allocated and no address changes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,15 +16,14 @@ from torch import Tensor
 from inkling_engine.artifacts.manifest import Manifest, ProgramEntry
 from inkling_engine.kernels.state import DTYPES, Layout, allocate_rows
 from inkling_engine.runtime import debug
-from inkling_engine.runtime.metadata import RowInputs
-from inkling_engine.runtime.mirror import Mirror
+from inkling_engine.runtime.metadata import RowInputs, Upload
+from inkling_engine.runtime.mirror import Copy, Mirror
 from inkling_engine.runtime.pool import StatePool, host_view
 from inkling_engine.runtime.replay import Loop, Replayer, RunnerFactory
 from inkling_engine.runtime.results import ResultRing
 from inkling_engine.runtime.seat import Seat
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
-from inkling_engine.runtime.weights import used_weights
 
 INPUT_ALIGNMENT = 16
 
@@ -42,14 +40,6 @@ class Loaded:
     tokenizer: Tokenizer | None
     timings: Timings
     steps: int = 1  # of one decode replay, at most
-
-
-def total_bytes(manifest: Manifest) -> int:
-    """Bytes that weights, pools and row buffers of one rank take."""
-    rows = sum(program.row_bytes for program in manifest.programs)
-    tensors: list[Layout] = [*used_weights(manifest), *manifest.pools]
-    sizes = (math.prod(layout.shape) * DTYPES[layout.dtype].itemsize for layout in tensors)
-    return rows + sum(sizes)
 
 
 def assemble(
@@ -79,9 +69,9 @@ def assemble(
             program.name: _bind(program, manifest, weights, pool, buffers[program.name][1], device)
             for program in manifest.programs
         }
-        mirrors = {name: _mirror(buffer) for name, (buffer, _) in buffers.items() if seat}
+        mirrors: dict[str, Mirror] = {}
         rows = {
-            program.name: _row_inputs(program, buffers[program.name][0], mirrors.get(program.name))
+            program.name: _row_inputs(program, buffers[program.name][0], mirrors if seat else None)
             for program in manifest.programs
         }
     runner = make_runner(manifest, inputs)
@@ -90,10 +80,12 @@ def assemble(
     ints, floats = getattr(runner, "mirrors", rings)
     results = _result_ring(ints, floats, manifest.spec.spec_depth)
     replayer = runner if isinstance(runner, Replayer) else Loop(runner)
+    if seat:
+        with timings.phase("ranks"):
+            seat.meet(pool.tensors)
+        replayer = seat.replayer(replayer, mirrors)
     if debug.active():
         replayer = debug.Checked(replayer, debug.address_check(inputs))
-    if seat:
-        replayer = seat.replayer(replayer, mirrors)
     return Loaded(manifest, pool, rows, results, replayer, tokenizer, timings, steps)
 
 
@@ -133,22 +125,25 @@ def _check(name: str, tensor: Tensor, layout: Layout, device: str) -> None:
     assert tensor.data_ptr() % INPUT_ALIGNMENT == 0, f"{name} is misaligned"
 
 
-def _mirror(buffer: Tensor) -> Mirror:
-    """A buffer of the host's own in front of `buffer`, for several ranks."""
-    return Mirror(memoryview(bytearray(buffer.nbytes)), host_view(buffer))
-
-
-def _row_inputs(program: ProgramEntry, buffer: Tensor, mirror: Mirror | None) -> RowInputs:
-    """What the host fills: the program's own buffer, or memory that is sent: a `mirror`'s to all ranks,
-    pinned memory to a GPU."""
-    if mirror:
-        return RowInputs(program, mirror.host, mirror)
+def _row_inputs(
+    program: ProgramEntry, buffer: Tensor, mirrors: dict[str, Mirror] | None
+) -> RowInputs:
+    """What the host fills: the program's own buffer, or memory that is sent there, which is pinned for a
+    GPU. With `mirrors`, to which the program's is added, it is sent to all ranks."""
+    upload: Upload
     if buffer.device.type == "cpu":
-        return RowInputs(program, host_view(buffer))
-    from inkling_engine.runtime.capture import Upload, pinned
+        if mirrors is None:
+            return RowInputs(program, host_view(buffer))
+        host = memoryview(bytearray(buffer.nbytes))
+        upload = Copy(host, host_view(buffer))
+    else:
+        from inkling_engine.runtime import capture
 
-    host = pinned(buffer)
-    return RowInputs(program, host_view(host), Upload(host, buffer))
+        memory = capture.pinned(buffer)
+        host, upload = host_view(memory), capture.Upload(memory, buffer)
+    if mirrors is not None:
+        upload = mirrors[program.name] = Mirror(host, upload)
+    return RowInputs(program, host, upload)
 
 
 def _result_ring(ints: Tensor, floats: Tensor, drafts: int) -> ResultRing:

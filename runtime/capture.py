@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.graphs import Package
 from inkling_engine.runtime.overlap import overlap_launches
 from inkling_engine.runtime.timing import Timings
+
+if TYPE_CHECKING:
+    from inkling_engine.runtime.seat import Seat
 
 WARM_UPS = 2  # the first run loads kernels and makes library handles, which capture forbids
 
@@ -55,9 +58,14 @@ class Upload:
 
 
 class CapturedGraphs:
-    """The engine's programs as graphs; `replay` launches one and fetches its result lines."""
+    """The engine's programs as graphs; `replay` launches one and fetches its result lines.
+
+    `seat`, of one rank of several, sees to it that ranks wait for one another no longer than they must.
+    Ranks other than 0 fetch nothing.
+    """
 
     overlaps = True
+    seat: Seat | None = None
 
     def __init__(
         self,
@@ -118,16 +126,18 @@ class CapturedGraphs:
     def replay(self, name: str, steps: int) -> Callable[[], None]:
         """Launch `steps` steps of program `name`; the result waits for their result lines. Its
         event is used again by the replay after next."""
-        ended = self._ended[self._replays % 2]
+        ended, seat = self._ended[self._replays % 2], self.seat
         with torch.cuda.stream(self._stream):
             self._graphs[name, steps].replay()
-            for lines in self._lines(steps):
+            for lines in self._lines(steps) if seat is None or seat.rank == 0 else ():
                 for mirror, ring in zip(self.mirrors, self._rings, strict=True):
                     mirror[lines].copy_(ring[lines], non_blocking=True)
+            if seat:
+                seat.mark()
             ended.record()
         self._replays += 1
         self._steps += steps
-        return ended.synchronize
+        return functools.partial(_watched, ended, seat) if seat else ended.synchronize
 
     def _lines(self, steps: int) -> Iterator[slice]:
         """The ring lines of the next `steps` steps: one piece, or two where the ring ends."""
@@ -136,6 +146,12 @@ class CapturedGraphs:
         yield slice(start, min(start + steps, count))
         if start + steps > count:
             yield slice(0, start + steps - count)
+
+
+def _watched(ended: torch.cuda.Event, seat: Seat) -> None:
+    """Wait for `ended`, where other ranks may be waited for."""
+    while not ended.query():
+        seat.watch()
 
 
 def capture(

@@ -60,8 +60,7 @@ class Engine:
         self.drafts = self._collector.drafts
         self.overlap = loaded.replayer.overlaps and 2 * loaded.steps <= self.spec.pools.results
         self._ahead: Flight | None = None
-        self.steps = 0
-        self._ids, self._deadlines = itertools.count(), Deadlines()
+        self._ids, self._deadlines, self.steps = itertools.count(), Deadlines(), 0
         self._lock = threading.Lock()
         self._shared_step: asyncio.Future[Any] | None = None
         self._closed: FailedError | None = None
@@ -75,14 +74,14 @@ class Engine:
         memory: float | None = None,
         programs: RunnerFactory | None = None,
         steps_per_replay: int = 1,
-        device_index: int = 0,
+        device_index: int | tuple[int, ...] = 0,
+        alone: bool = False,
         prefix_cache: bool = True,
     ) -> Self:
         """Open the engine in `folder`; see `loader.LoadOptions` for the keywords. With
         `prefix_cache`, what requests have in common at their beginnings is computed once.
 
-        Seconds by phase are in `timings`. Raises a UserError that says what to do next:
-        IncompatibleError, CorruptError, DoesNotFitError or UsageError.
+        Seconds by phase are in `timings`. Raises a UserError that says what to do next.
         """
         options = LoadOptions(
             random_weights=random_weights,
@@ -90,6 +89,7 @@ class Engine:
             programs=programs,
             steps_per_replay=steps_per_replay,
             device_index=device_index,
+            alone=alone,
         )
         return cls(load(Path(folder), options), prefix_cache=prefix_cache)
 

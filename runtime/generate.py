@@ -14,6 +14,7 @@ from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.requests import Prompt
 from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.trace import tracing
+from inkling_engine.runtime.usage import report
 
 Result = dict[str, Any]
 
@@ -32,6 +33,7 @@ def run_prompt(
             "choices": msgspec.to_builtins(done.choices),
             "usage": usage,
             "timings": _timings(engine, start),
+            **report(engine),
             **({"drafts": engine.drafts.report()} if engine.spec.spec_depth else {}),
         }
 

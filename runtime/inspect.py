@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from inkling_engine.artifacts.layout import PROGRAMS, WEIGHTS, weights_file
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.spec import Bucket
 from inkling_engine.artifacts.store import open_manifest, verify_manifest
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
+from inkling_engine.runtime.usage import planned, total_bytes
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -21,9 +19,7 @@ def describe(folder: Path) -> dict[str, Any]:
     manifest = open_manifest(folder)
     verify_manifest(folder, manifest)
     sizes = {entry.path: entry.size for entry in manifest.files}
-    pools = {
-        entry.name: math.prod(entry.shape) * _ITEM_BYTES[entry.dtype] for entry in manifest.pools
-    }
+    needs = planned(manifest)
     programs = [
         {
             "name": program.name,
@@ -41,12 +37,11 @@ def describe(folder: Path) -> dict[str, Any]:
         "environment": msgspec.to_builtins(manifest.environment),
         "programs": programs,
         "weights": [msgspec.to_builtins(entry) for entry in manifest.weights],
-        "pools": pools,
+        "pools": {entry.name: total_bytes([entry]) for entry in manifest.pools},
         "ranks": [
-            {"weights": sizes.get(weights_file(rank), 0), "pools": sum(pools.values())}
-            for rank in range(manifest.spec.tp)
+            {"file": sizes.get(weights_file(rank), 0), **needs} for rank in range(manifest.spec.tp)
         ],
-        "bytes": _totals(manifest, sizes) | {"pools": sum(pools.values())},
+        "bytes": _totals(manifest, sizes) | {"pools": needs["pools"]},
     }
 
 
@@ -82,11 +77,10 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _memory(facts: dict[str, Any]) -> str:
-    """What each rank takes; what the largest one takes, if there are several."""
-    most = max(rank["weights"] for rank in facts["ranks"])
-    weights = _size(most) if facts["weights"] else "none (programs only)"
-    each = "a rank: " if len(facts["ranks"]) > 1 else ""
-    return f"{each}state {_size(facts['bytes']['pools'])}, weights {weights}"
+    """What a rank takes, with or without weights in the folder."""
+    first, *others = facts["ranks"]
+    rank = f"each of {1 + len(others)} ranks: " if others else ""
+    return f"{rank}state {_size(first['pools'])}, weights {_size(first['weights'])}"
 
 
 def _totals(manifest: Manifest, sizes: dict[str, int]) -> dict[str, int]:

@@ -19,11 +19,12 @@ from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.compat import Environment, machine_memory, require
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import open_manifest, verify_file, verify_files
-from inkling_engine.runtime import debug, probe
+from inkling_engine.runtime import debug, launched, probe
 from inkling_engine.runtime.drafts import replay_steps
 from inkling_engine.runtime.errors import DoesNotFitError, IncompatibleError, UsageError
 from inkling_engine.runtime.timing import Timings
 from inkling_engine.runtime.tokens import Tokenizer
+from inkling_engine.runtime.usage import planned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,38 +40,48 @@ log = logging.getLogger("inkling_engine.load")
 class LoadOptions:
     """Choices of a load.
 
-    random_weights: seed to draw weights with, for engines that have none; of several ranks, rank 0 then
-    runs alone. memory: the most that
+    random_weights: seed to draw weights with, for engines that have none; all ranks draw shares of one
+    model. memory: the most that
     the engine may take, in bytes, or up to 1 as a fraction of the machine's; None is what is free
-    now. programs: makes what runs the steps in place of the folder's programs (then no native
-    code of the folder is opened). steps_per_replay: how many steps (tokens, or rounds of drafting)
-    a replay of decoding rows takes while no prompt waits; the same tokens come, in larger
-    portions. device_index: which of the GPUs that CUDA shows.
+    now; all ranks together on the CPU, each rank on its GPU. programs: makes what runs the steps in place
+    of the folder's programs (then no native code of the folder is opened). steps_per_replay: how many
+    steps (tokens, or rounds of drafting) a replay of decoding rows takes while no prompt waits; the same
+    tokens come, in larger portions. device_index: which of the GPUs that CUDA shows; of several ranks
+    rank 0's, with those behind it for the others, or one for each rank, the same again if wanted.
+    alone: rank 0 of several runs without the others, to be measured: what it says means nothing.
     """
 
     random_weights: int | None = None
     memory: float | None = None
     programs: RunnerFactory | None = None
     steps_per_replay: int = 1
-    device_index: int = 0
+    device_index: int | tuple[int, ...] = 0
+    alone: bool = False
 
 
 def load(folder: Path, options: LoadOptions) -> Loaded:
-    """Open, check and bind the engine in `folder`; every refusal is a UserError."""
+    """Open, check and bind the engine in `folder`; every refusal is a UserError. Under torchrun this
+    comes back in rank 0 alone."""
+    place = None if options.alone else launched.place(open_manifest(folder).spec.tp)
+    if place:
+        launched.serve(place)
     timings = Timings()
     manifest = _open(folder, options, timings)
     if not _all_ranks(manifest, options):
         return _load(folder, manifest, options, timings, None)
     from inkling_engine.runtime.ranks import Ranks
-    from inkling_engine.runtime.seat import block_words
 
-    steps = options.steps_per_replay
-    ranks = Ranks(manifest.spec.tp, block_words(manifest), str(folder.absolute()), steps)
+    tp = manifest.spec.tp
+    ranks = Ranks.spawn(tp) if place is None else Ranks(launched.adopt(tp))
     try:
-        loaded = _load(folder, manifest, options, timings, ranks)
-        with timings.phase("ranks"):
-            ranks.require_ready()
-        return loaded
+        ranks.start(
+            str(folder.absolute()),
+            steps=options.steps_per_replay,
+            device=options.device_index,
+            memory=options.memory,
+            drawn=options.random_weights,
+        )
+        return _load(folder, manifest, options, timings, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -79,14 +90,17 @@ def load(folder: Path, options: LoadOptions) -> Loaded:
 def load_rank(folder: Path, options: LoadOptions, seat: Seat) -> Loaded:
     """Load rank `seat.rank`, while rank 0 checks and probes all but its weights."""
     manifest = open_manifest(folder)
-    verify_file(folder, manifest, layout.weights_file(seat.rank))
+    if options.random_weights is None:
+        verify_file(folder, manifest, layout.weights_file(seat.rank))
     return _load(folder, manifest, options, Timings(), seat)
 
 
 def _load(
     folder: Path, manifest: Manifest, options: LoadOptions, timings: Timings, seat: Seat | None
 ) -> Loaded:
-    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{options.device_index}"
+    indices = _indices(options, manifest.spec.tp if seat else 1)
+    index = indices[seat.rank if seat else 0]
+    name = "cpu" if manifest.spec.device == "cpu" else f"cuda:{index}"
     follows = seat is not None and seat.rank > 0
     known = follows or (not debug.active() and probe.remembers(manifest))
     child = None if options.programs or known else probe.start(folder, name)
@@ -95,15 +109,15 @@ def _load(
             import torch
 
             from inkling_engine.runtime import binding, graphs
-        _require_device(manifest.spec.device, options.device_index)
-        here = nullcontext() if name == "cpu" else torch.cuda.device(options.device_index)
+        _require_devices(manifest.spec.device, indices)
+        here = nullcontext() if name == "cpu" else torch.cuda.device(index)
         with here:
             if name != "cpu":
                 with timings.phase("context"):
                     torch.cuda.synchronize()
-            if not follows:
-                ranks = manifest.spec.tp if seat else 1  # on one machine
-                need = ranks * binding.total_bytes(manifest)
+            if name != "cpu" or not follows:  # the machine's memory is for all ranks
+                sharing = len(indices) if name == "cpu" else indices.count(index)
+                need = sharing * sum(planned(manifest).values())
                 _require_memory(need, options.memory, manifest.spec.device)
             torch.set_num_threads(manifest.spec.threads)
             values = _weights(folder, manifest, options, name, timings, seat)
@@ -139,11 +153,11 @@ def _weights(
     from inkling_engine.runtime import weights
 
     with timings.phase("weights"):
+        rank = seat.rank if seat else 0
         if options.random_weights is None:
-            file = layout.weights_file(seat.rank if seat else 0)
-            values = weights.read_weights(folder / file, manifest, device)
+            values = weights.read_weights(folder / layout.weights_file(rank), manifest, device)
         else:
-            values = weights.random_weights(manifest, options.random_weights, device)
+            values = weights.random_weights(manifest, options.random_weights, device, rank)
         if device != "cpu":
             torch.cuda.synchronize()
     size, seconds = sum(value.nbytes for value in values.values()) / 1e9, timings["weights"]
@@ -151,17 +165,29 @@ def _weights(
     return values
 
 
-def _require_device(kind: str, index: int) -> None:
-    """Raise unless the engine's device is here, and number `index` of it."""
+def _indices(options: LoadOptions, ranks: int) -> tuple[int, ...]:
+    """The number of each rank's device."""
+    given = options.device_index
+    found = tuple(range(given, given + ranks)) if isinstance(given, int) else given
+    if len(found) != ranks:
+        expected = f"one number, or one for each of {ranks} rank(s)"
+        raise UsageError("--device-index", found, expected, "correct the list")
+    return found
+
+
+def _require_devices(kind: str, indices: tuple[int, ...]) -> None:
+    """Raise unless the engine's device is here, and these numbers of it."""
     import torch
 
     if kind == "cuda" and not torch.cuda.is_available():
         remedy = "run it where an NVIDIA GPU and its driver are"
         raise IncompatibleError("device", "no usable CUDA device", "a GPU", remedy)
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    if not 0 <= index < count:
+    count = torch.cuda.device_count() if kind == "cuda" else len(indices)
+    if bad := [index for index in indices if not 0 <= index < count]:
+        found = f"{bad[0]}, of {len(indices)} rank(s) with one device each"
         expected = f"0 to {count - 1}, of {count} {kind} device(s)"
-        raise UsageError("--device-index", index, expected, "choose one that is there")
+        remedy = "choose one for each rank, or build with a smaller --tp"
+        raise UsageError("--device-index", found, expected, remedy)
 
 
 def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
@@ -195,24 +221,24 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
 
 
 def _all_ranks(manifest: Manifest, options: LoadOptions) -> bool:
-    """Whether all ranks of several run: with weights that mean something."""
-    return manifest.spec.tp > 1 and options.random_weights is None
+    """Whether all ranks of several run."""
+    return manifest.spec.tp > 1 and not options.alone
 
 
 def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:
-    """Raise unless all ranks can run here, or rank 0 alone, on drawn weights, to be measured."""
+    """Raise unless all ranks can run here, or rank 0 alone."""
     tp = manifest.spec.tp
     if not _all_ranks(manifest, options):
         log.warning(
             "rank 0 of %d runs alone, without the sums over ranks: its tokens mean nothing", tp
         )
         return
-    if manifest.spec.device != "cpu" or options.programs:
-        what = "code of your own for its programs" if options.programs else "a GPU for each rank"
-        expected = "an engine for the CPU as it was built, or tp 1"
-        remedy = "build with --tp 1, or measure one rank alone with --random-weights"
-        raise IncompatibleError("engine target", f"tp {tp}, with {what}", expected, remedy)
-    if absent := sorted({*range(tp)} - {entry.rank for entry in manifest.weights}):
+    if options.programs:
+        found, expected = f"tp {tp}, with code of your own for its programs", "tp 1"
+        remedy = "build with --tp 1, or measure one rank with --alone"
+        raise IncompatibleError("engine target", found, expected, remedy)
+    absent = sorted({*range(tp)} - {entry.rank for entry in manifest.weights})
+    if absent and options.random_weights is None:
         found = f"no weights of rank {', '.join(map(str, absent))}"
         expected = f"those of ranks 0 to {tp - 1}"
         raise UsageError("engine folder", found, expected, "build it without --rank-weights")

@@ -32,6 +32,12 @@ def _memory(ctx: click.Context, param: click.Parameter, text: str | None) -> int
     return number if number <= 1 else int(number)
 
 
+def _indices(ctx: click.Context, param: click.Parameter, text: str | None) -> Any:
+    """One number, or a tuple of several."""
+    found = parse_ids("--device-index", text, "numbers") if text else []
+    return (found[0] if len(found) == 1 else tuple(found)) if found else None
+
+
 _LOAD = (
     click.option("--random-weights", metavar="SEED", type=int, help="Draw weights with this seed."),
     click.option("--memory", callback=_memory, help="Most memory to take: bytes or a fraction."),
@@ -43,7 +49,13 @@ _LOAD = (
         default=None,
         help="Compute what prompts begin with in common once. Default on, for bench off.",
     ),
-    click.option("--device-index", type=int, help="Which of the visible GPUs. Default 0."),
+    click.option(
+        "--device-index",
+        metavar="N[,N...]",
+        callback=_indices,
+        help="Which of the visible GPUs: rank 0's, or one for each rank. Default 0.",
+    ),
+    click.option("--alone", is_flag=True, default=None, help="Rank 0 of several, to be measured."),
     click.option(
         "--log-level",
         type=click.Choice(_LEVELS),
@@ -59,7 +71,8 @@ TRACE = click.option(
     help="Write the steps down, for Perfetto and `report`.",
 )
 LOAD_NAMES = (
-    *("random_weights", "memory", "steps_per_replay", "prefix_cache", "device_index", "log_level"),
+    *("random_weights", "memory", "steps_per_replay", "prefix_cache", "device_index", "alone"),
+    "log_level",
 )
 _SAMPLING = (
     click.option("--n", type=int, help="Independent choices. Default 1."),
@@ -111,12 +124,12 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def parse_ids(option: str, text: str) -> list[int]:
-    """Token ids from `1,5,7`; an empty text has none."""
+def parse_ids(option: str, text: str, what: str = "token ids") -> list[int]:
+    """Token ids, or other numbers, from `1,5,7`; an empty text has none."""
     try:
         return [int(item) for item in text.split(",")] if text.strip() else []
     except ValueError:
-        raise UsageError(option, repr(text), "token ids such as 1,5,7", "correct it") from None
+        raise UsageError(option, repr(text), f"{what} such as 1,5,7", "correct it") from None
 
 
 def _parse_object(option: str, text: str) -> Any:

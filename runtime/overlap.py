@@ -6,15 +6,16 @@ ended", so the next kernel's launch, which costs about a microsecond, waits too.
 kernels become programmatic ones: a launch overlaps the kernel before it. Kernels of libraries do
 not wait by themselves, so edges into them stay.
 
-Plain ctypes over the driver's library: torch gives a captured graph's handle, nothing more.
+Torch gives a captured graph's handle, nothing more.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 from collections.abc import Iterator
+
+from inkling_engine.runtime.driver import attempt, call
 
 OURS = re.compile(rb"[a-z]\w*_kernel(_\d+)?")  # a library's C++ kernels have mangled names
 _KERNEL_NODE = 0
@@ -61,22 +62,22 @@ def overlap_launches(graph: int) -> int:
     before, after = (_Edge * count)(), (_Edge * count)()
     for edge in after:
         edge.from_port = edge.type = _PROGRAMMATIC
-    for call, edges in (
+    for change, edges in (
         ("cuGraphRemoveDependencies_v2", before),
         ("cuGraphAddDependencies_v2", after),
     ):
         size = ctypes.c_size_t(count)
-        _call(call, ctypes.c_void_p(graph), sources, targets, edges, size)
+        call(change, ctypes.c_void_p(graph), sources, targets, edges, size)
     return count
 
 
 def _edges(graph: int) -> Iterator[tuple[int, int, _Edge]]:
     count = ctypes.c_size_t(0)
     handle = ctypes.c_void_p(graph)
-    _call("cuGraphGetEdges_v2", handle, None, None, None, ctypes.byref(count))
+    call("cuGraphGetEdges_v2", handle, None, None, None, ctypes.byref(count))
     sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
     edges = (_Edge * count.value)()
-    _call("cuGraphGetEdges_v2", handle, sources, targets, edges, ctypes.byref(count))
+    call("cuGraphGetEdges_v2", handle, sources, targets, edges, ctypes.byref(count))
     for source, target, edge in zip(sources, targets, edges, strict=True):
         assert source is not None and target is not None
         yield source, target, edge
@@ -84,7 +85,7 @@ def _edges(graph: int) -> Iterator[tuple[int, int, _Edge]]:
 
 def _is_kernel(node: int) -> bool:
     kind = ctypes.c_int(-1)
-    _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+    call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
     return kind.value == _KERNEL_NODE
 
 
@@ -93,22 +94,12 @@ def _is_ours(node: int, known: dict[int, bool]) -> bool:
     if not _is_kernel(node):
         return False
     found = _KernelNode()
-    _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(found))
+    call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(found))
     function = found.function
     if function is None:  # a library's, launched through the runtime
         return False
     if function not in known:
         name = ctypes.c_char_p()
-        failed = _driver().cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(function))
+        failed = attempt("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
         known[function] = not failed and bool(name.value and OURS.fullmatch(name.value))
     return known[function]
-
-
-def _call(name: str, *arguments: object) -> None:
-    code = getattr(_driver(), name)(*arguments)
-    assert code == 0, f"{name} returned {code}"
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

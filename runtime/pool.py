@@ -52,14 +52,14 @@ class StatePool:
 
     def __init__(self, manifest: Manifest, device: str = "cpu", seat: Seat | None = None) -> None:
         """Allocate and zero every pool that the seat does not have; sizes must agree with the spec's."""
-        self.seat, given = seat, seat.pools() if seat else {}
+        self.seat, given = seat, seat.pools(manifest, device) if seat else {}
         self.tensors = {
             entry.name: given[entry.name] if entry.name in given else allocate(entry, device)
             for entry in manifest.pools
         }
         self._check(manifest)
         if seat:
-            seat.take(self.tensors)
+            self.tensors["rank"][0] = seat.rank
 
     def _check(self, manifest: Manifest) -> None:
         spec, sizes = manifest.spec, manifest.spec.pools

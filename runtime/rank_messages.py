@@ -1,11 +1,15 @@
 """What rank 0 and the other ranks' processes say to each other, one message at a time.
 
-Messages travel over a socket pair, whose end tells either side that the other one is gone.
+Messages travel over a Unix socket, whose end tells either side that the other one is gone, and which
+carries descriptors of memory too, right behind a message that announces them.
 """
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
@@ -16,17 +20,23 @@ REMEDY = "load the engine again; a batch job that is run again goes on where it 
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0: who you are, of how many, how large the exchange blocks are, and what to load."""
+    """Rank 0: who you are, of how many, and what to load, with rank 0's options."""
 
     rank: int
     world: int
-    words: int
     folder: str
-    steps_per_replay: int
+    steps_per_replay: int = 1
+    device_index: int | tuple[int, ...] = 0
+    memory: float | None = None
+    random_weights: int | None = None
 
 
 class Proceed(msgspec.Struct, tag=True, frozen=True):
     """Rank 0: native code may be opened."""
+
+
+class Peers(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: descriptors of the other ranks' blocks follow, in rank order."""
 
 
 class Replay(msgspec.Struct, tag=True, frozen=True):
@@ -44,14 +54,32 @@ class Digest(msgspec.Struct, tag=True, frozen=True):
     """Rank 0: tell the digests of your replicated pools, once all replays have ended."""
 
 
+class Measure(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: tell what you take of memory."""
+
+
+class Confirm(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0: wait for all replays so far; say that you are ready, if they had the parts of all ranks."""
+
+
+class Block(msgspec.Struct, tag=True, frozen=True):
+    """A rank: all programs are warm; a descriptor of the exchange block follows."""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A rank: loaded, waiting for replays."""
+    """A rank: waiting for replays."""
 
 
 class Digests(msgspec.Struct, tag=True, frozen=True):
     """A rank: SHA-256 by pool."""
 
     digests: dict[str, str]
+
+
+class Measured(msgspec.Struct, tag=True, frozen=True):
+    """A rank: `usage.describe`."""
+
+    usage: dict[str, Any]
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
@@ -85,8 +113,31 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
         return kind(self.field, self.found, self.expected, self.remedy)
 
 
-Command = Start | Proceed | Replay | Digest
-Answer = Ready | Digests | Left | Failure
+Command = Start | Proceed | Peers | Replay | Digest | Measure | Confirm
+Answer = Block | Ready | Digests | Measured | Left | Failure
+
+
+def send_handles(connection: Connection, handles: Sequence[int]) -> None:
+    """Give descriptors to the other side, which gets ones of its own for the same memory."""
+    with socket_of(connection) as one:
+        socket.send_fds(one, [b"+"], handles)
+
+
+def receive_handles(connection: Connection, count: int) -> list[int]:
+    """What `send_handles` sent there; EOFError when the other side is gone."""
+    try:
+        with socket_of(connection) as one:
+            found = socket.recv_fds(one, 1, count)[1]
+    except OSError:
+        raise EOFError from None
+    if len(found) != count:
+        raise EOFError
+    return found
+
+
+def socket_of(connection: Connection) -> socket.socket:
+    """A connection's socket; closing it leaves the connection open."""
+    return socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 class Commands:
@@ -103,12 +154,18 @@ class Commands:
         except ConnectionError:
             raise EOFError from None
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: Answer, handles: Sequence[int] = ()) -> None:
         """Say something to rank 0, if it is there."""
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(answer))
+            if handles:
+                send_handles(self._connection, handles)
         except OSError:
             raise EOFError from None
+
+    def handles(self, count: int) -> list[int]:
+        """The descriptors behind the last command."""
+        return receive_handles(self._connection, count)
 
     def fileno(self) -> int:
         """The socket's descriptor."""

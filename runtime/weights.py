@@ -11,14 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from inkling_engine.artifacts.manifest import Manifest, Recipe
-from inkling_engine.kernels.state import allocate, random_weight
+from inkling_engine.kernels.state import allocate, draw_block, weight_scale
 from inkling_engine.runtime.errors import CorruptError
-
-
-def used_weights(manifest: Manifest) -> list[Recipe]:
-    """The engine tensors that its programs read; others (later drafts) stay on disk."""
-    inputs = {name for program in manifest.programs for name in program.inputs}
-    return [recipe for recipe in manifest.recipe if f"weights.{recipe.name}" in inputs]
+from inkling_engine.runtime.usage import used_weights
 
 
 def read_weights(path: Path, manifest: Manifest, device: str = "cpu") -> dict[str, Tensor]:
@@ -38,6 +33,26 @@ def read_weights(path: Path, manifest: Manifest, device: str = "cpu") -> dict[st
     return weights
 
 
-def random_weights(manifest: Manifest, seed: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Weights drawn with `seed`, scaled as in `kernels.state.random_weight`."""
-    return {recipe.name: random_weight(recipe, seed, device) for recipe in used_weights(manifest)}
+def random_weights(
+    manifest: Manifest, seed: int, device: str = "cpu", rank: int = 0
+) -> dict[str, Tensor]:
+    """Weights of `rank`, drawn as `kernels.state.draw_block` does it from the tensors of a checkpoint:
+    those of all ranks, of any number, are shares of one model."""
+    ranks = manifest.spec.tp
+    return {
+        recipe.name: draw_weight(recipe, seed, device, rank, ranks)
+        for recipe in used_weights(manifest)
+    }
+
+
+def draw_weight(recipe: Recipe, seed: int, device: str, rank: int, ranks: int) -> Tensor:
+    """The engine tensor of `rank` out of `ranks`; `recipe` is rank 0's."""
+    weight = allocate(recipe, device)
+    for part in recipe.parts:
+        axis, blocks = part.split
+        width = recipe.shape[-1] * (blocks if axis == len(part.source) - 1 else 1)
+        place = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
+        source = part.of_rank(rank, ranks).source
+        scale = weight_scale(recipe.name, width)
+        draw_block(weight[place], part.tensor, source, seed, scale)
+    return weight

@@ -6,16 +6,20 @@ to the first position where the lone run's two best logits were closer than `--g
 most 1 % of the requests may meet one. In bfloat16, where programs of other buckets round otherwise,
 at most 1 % of the compared tokens with a wider gap may differ (spec 9.3). Afterwards slots, pages
 and snapshots must balance. Exit code 1 if any of this is broken.
-`--first` and `--requests` choose a piece of one long list of requests; `--against` an engine without
-drafting, say, that must give what this one gives.
+`--first` and `--requests` choose a piece of one long list of requests, `--seconds` ends the mixed
+traffic early; `--against` is an engine without drafting, or of one rank, that must give what this one
+gives: on drawn weights (`--random-weights`) the ranks hold shares of one model.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,12 +55,16 @@ def make_work(engine: Engine, number: int) -> Work:
     return Work(common + own, tokens, draw.randrange(3))
 
 
-def run_mixed(engine: Engine, work: list[Work], crowd: int) -> list[Request]:
-    """Keep `crowd` requests under way; now and then abort one, or preempt one that runs."""
+def run_mixed(engine: Engine, numbers: range, crowd: int, seconds: float) -> list[Request]:
+    """Keep `crowd` of these requests under way, for so long; now and then abort one, or preempt one that
+    runs."""
     draw, requests, open_ones = random.Random(0), list[Request](), list[Request]()
-    while open_ones or len(requests) < len(work):
-        while len(open_ones) < crowd and len(requests) < len(work):
-            item = work[len(requests)]
+    until = time.monotonic() + seconds
+    while open_ones or len(requests) < len(numbers):
+        if time.monotonic() > until:
+            numbers = numbers[: len(requests)]
+        while len(open_ones) < crowd and len(requests) < len(numbers):
+            item = make_work(engine, numbers[len(requests)])
             requests.append(engine.submit(item.prompt, item.params, priority=item.priority))
             open_ones.append(requests[-1])
         engine.step()
@@ -87,12 +95,14 @@ def gaps(wanted: Choice) -> list[float]:
 
 @dataclass
 class Verdict:
-    """What comparing has found so far; `compared` counts tokens whose gap was wide enough."""
+    """What comparing has found so far; `compared` counts tokens whose gap was wide enough, `apart` has
+    by how much the logprobs of equal tokens differ."""
 
     gap: float
     close: int = 0
     wrong: int = 0
     compared: int = 0
+    apart: list[float] = field(default_factory=list)
 
     def add(self, found: Choice, wanted: Choice, *, exact: bool) -> bool:
         """Compare a request with its lone run; whether it differs where it should not. `exact`: a
@@ -100,6 +110,8 @@ class Verdict:
         at, wide = first_difference(found, wanted), [gap >= self.gap for gap in gaps(wanted)]
         seen = len(wide) if at is None else at + 1
         self.compared += sum(wide[:seen])
+        pairs = zip(found.logprobs or (), wanted.logprobs or (), strict=False)
+        self.apart += [abs(a.logprob - b.logprob) for a, b in islice(pairs, at)]
         if at is None:
             return False
         close = not all(wide[:seen]) if exact else at < len(wide) and not wide[at]
@@ -111,34 +123,48 @@ class Verdict:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--requests", "count", default=2000, show_default=True)
+@click.option("--seconds", default=math.inf, help="The mixed traffic ends after so long.")
 @click.option("--first", default=0, show_default=True, help="Number of the first request.")
 @click.option("--gap", type=float, help="Closer is a close call.  [1e-4; bfloat16: 0.1]")
 @click.option("--steps-per-replay", default=1, show_default=True)
 @click.option("--against", type=click.Path(path_type=Path), help="Another engine for lone runs.")
+@click.option("--random-weights", type=int, help="Draw weights with this seed.")
+@click.option("--device-index", default="0", help="Which GPUs: rank 0's, or one for each rank.")
 def main(
     folder: Path,
     count: int,
+    seconds: float,
     first: int,
     gap: float | None,
     steps_per_replay: int,
     against: Path | None,
+    random_weights: int | None,
+    device_index: str,
 ) -> None:
     """Compare mixed traffic with lone runs."""
-    start = time.perf_counter()
-    with Engine.load(folder, steps_per_replay=steps_per_replay) as engine:
-        work = [make_work(engine, number) for number in range(first, first + count)]
-        mixed = run_mixed(engine, work, 2 * engine.spec.max_running)
+    start, given = time.perf_counter(), tuple(map(int, device_index.split(",")))
+    devices = given if len(given) > 1 else given[0]
+    load = partial(Engine.load, random_weights=random_weights)
+    with load(folder, steps_per_replay=steps_per_replay, device_index=devices) as engine:
+        click.echo(f"load: {', '.join(f'{name} {t:.3f}' for name, t in engine.timings.items())}")
+        ranks, start = engine.spec.tp, time.perf_counter()
+        numbers = range(first, first + count)
+        mixed = run_mixed(engine, numbers, 2 * engine.spec.max_running, seconds)
+        count, steps = len(mixed), engine.steps
         engine.scheduler.check()
         seen, accounts = engine.scheduler, engine.scheduler.accounting()
         if engine.spec.spec_depth:
             click.echo(render_drafts(engine.drafts.report()))
     seconds = time.perf_counter() - start
-    click.echo(f"mixed: {seconds:.1f} s, {seen.preemptions} preemptions")
+    click.echo(f"{ranks} rank(s), mixed: {seconds:.1f} s, {steps} steps, {count} requests")
+    click.echo(f"{seen.preemptions} preemptions")
     click.echo(f"prompt tokens: {seen.fed_tokens} computed, {seen.cached_tokens} from the cache")
-    with Engine.load(against or folder, prefix_cache=False) as engine:
+    one = devices if against is None else given[0]
+    with load(against or folder, prefix_cache=False, device_index=one) as engine:
         exact = engine.spec.dtype == "float32"
         verdict = Verdict(gap or (1e-4 if exact else 0.1))
-        for at, (item, request) in enumerate(zip(work, mixed, strict=True)):
+        for at, request in enumerate(mixed):
+            item = make_work(engine, first + at)
             wanted = engine.generate(item.prompt, item.params)[0].choices[0]
             if verdict.add(found := request.completion().choices[0], wanted, exact=exact):
                 click.echo(f"request {first + at} differs: {found.finish_reason}")
@@ -149,6 +175,9 @@ def main(
         f"{count} requests: {verdict.wrong} differ, {verdict.close} met a gap under {verdict.gap},"
         f" {verdict.compared} tokens compared; held: {lost}"
     )
+    if apart := sorted(verdict.apart):
+        middle, tail = apart[len(apart) // 2], apart[len(apart) * 99 // 100]
+        click.echo(f"logprobs apart: median {middle:.2g}, p99 {tail:.2g}, most {apart[-1]:.2g}")
     allowed = 0 if exact else 0.01 * verdict.compared
     many = exact and verdict.close > 0.01 * count
     sys.exit(bool(verdict.wrong > allowed or lost or many))

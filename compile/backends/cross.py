@@ -56,6 +56,11 @@ def needed(device: str) -> bool:
     return device == "cuda" and not torch.cuda.is_available()
 
 
+def too_few(device: str, ranks: int) -> bool:
+    """Whether this machine shows fewer such devices than an engine of so many ranks runs on."""
+    return device == "cuda" and torch.cuda.device_count() < ranks
+
+
 @contextlib.contextmanager
 def without_gpu(arch: str) -> Iterator[None]:
     """Within the block CUDA programs of `arch` can be exported and lowered without a GPU.

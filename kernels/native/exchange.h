@@ -11,7 +11,7 @@
 namespace inkling {
 
 constexpr int64_t CONTROL = 32, FLAGS = 256, HEADER = CONTROL + FLAGS;  // words
-constexpr int64_t ERROR = 0, LIMIT = 1, LIFE = 8, LIMIT_MS = 20000, HALF_ALIGNMENT = 32;
+constexpr int64_t ERROR = 0, LIMIT = 1, LIFE = 8, LIMIT_MS = 5000, PAUSE_MS = 1000, HALF_ALIGNMENT = 32;
 constexpr float ABSENT_LOGIT = -1e30f;
 
 class Exchange {
@@ -53,11 +53,18 @@ class Exchange {
   static std::atomic_ref<int64_t> flag(int64_t* block, int64_t word) { return std::atomic_ref(block[word]); }
 
   // Waits for a rank's flag; false, and noted, when time is over.
-  bool arrived(int64_t* peer, int64_t r, Clock::time_point start) const {
+  // Time in which this rank did not look, as when all are suspended, does not count.
+  bool arrived(int64_t* peer, int64_t r, Clock::time_point& start) const {
+    Clock::time_point last = Clock::now();
     for (int64_t tries = 0; flag(peer, CONTROL).load(std::memory_order_acquire) < sequence_; tries++) {
       if (block_[ERROR] != 0) return false;
-      int64_t limit = block_[LIMIT] != 0 ? block_[LIMIT] : LIMIT_MS;
-      if (tries % 64 == 63 && Clock::now() - start > std::chrono::milliseconds(limit)) block_[ERROR] = 1 + r;
+      if (tries % 64 == 63) {
+        int64_t limit = block_[LIMIT] != 0 ? block_[LIMIT] : LIMIT_MS;
+        Clock::time_point now = Clock::now();
+        if (now - last > std::chrono::milliseconds(PAUSE_MS)) start += now - last;
+        if (now - start > std::chrono::milliseconds(limit)) block_[ERROR] = 1 + r;
+        last = now;
+      }
       if (tries % 1024 == 1023) note_dead();
       if (tries > 64) std::this_thread::yield();
     }

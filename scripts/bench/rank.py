@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
 import torch
 from bench.work import one_rank
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape
 from inkling_engine.compile.export import Inputs, program_inputs
 from inkling_engine.compile.models.inkling import block
+from inkling_engine.compile.models.inkling.shape import first_layers
 from inkling_engine.compile.options import BuildOptions, make_spec
 from inkling_engine.compile.pools import pool_entries
 from inkling_engine.compile.steps import step
@@ -40,8 +40,7 @@ def rank_spec(
     """The spec of one of `tp` ranks of the preset `name`, for `rows` requests of `context`."""
     shape = one_rank(name, tp)
     if layers is not None:
-        local = tuple(i for i in shape.local_layers if i < layers)
-        shape = msgspec.structs.replace(shape, layers=layers, local_layers=local)
+        shape = first_layers(shape, layers)
     options = BuildOptions(
         model=name,
         decode_buckets=str(rows),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from support.compiler import inkling_engine
 
 from inkling_engine.artifacts.digest import file_digest
 from inkling_engine.artifacts.golden import Golden
 from inkling_engine.artifacts.layout import GOLDEN_FILE, WEIGHTS, weights_file
 from inkling_engine.artifacts.store import open_manifest
-from inkling_engine.compile import items
+from inkling_engine.compile import build, items
 from inkling_engine.compile.convert import write_weights
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.options import BuildOptions
@@ -58,3 +60,20 @@ def test_some_ranks_alone_have_no_golden_answers(tmp_path: Path) -> None:
         golden = msgspec.json.decode((tmp_path / GOLDEN_FILE).read_bytes(), type=Golden)
         assert len(golden.cases) == cases
     assert [path.name for path in tmp_path.iterdir()] == [Path(GOLDEN_FILE).parent.name]
+
+
+@pytest.mark.parametrize(("gpus", "drawn"), [(2, False), (1, True)])
+def test_an_engine_for_more_gpus_than_there_are_is_shown_on_drawn_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, drawn: bool
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(subprocess, "run", run)
+    plan = make_plan(BuildOptions(model="inkling-tiny", device="cuda", tp=2))
+    build._verify(build.Build(plan, lambda *_: None, tmp_path / "engine", "engine"))
+    assert ("--random-weights" in commands[0]) == drawn

@@ -174,9 +174,14 @@ def test_the_manifest_tells_where_it_was_built_and_the_command_how_to_prove_it(
 ) -> None:
     assert items.build_environment().built_with_gpu is False
     spec = msgspec.structs.replace(folders.SPEC, device="cuda", arch="sm90")
-    for weights, expected in ((True, ""), (False, " --random-weights 0")):
-        folder = tmp_path / str(weights)
-        built = folders.manifest(weights=weights)
+    drawn = " --random-weights 0"
+    for weights, tp, expected in (
+        (True, 1, ""),
+        (False, 2, f"{drawn} --alone"),
+        (False, 1, drawn),
+    ):
+        folder = tmp_path / f"{weights}-{tp}"
+        built, spec = folders.manifest(weights=weights), msgspec.structs.replace(spec, tp=tp)
         on_cuda = msgspec.structs.replace(built, spec=spec, environment=items.build_environment())
         seal(folders.fill(stage(folder), folders.contents(on_cuda)), on_cuda, folder)
         assert cli._proof_to_do(folder) == f"inkling-engine verify {folder}{expected}"
@@ -228,11 +233,13 @@ def test_cuda_needs_a_cuda_build_of_torch_but_no_gpu(monkeypatch: pytest.MonkeyP
         require_buildable(plan)
 
 
-def test_programs_alone_are_built_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "ranks"), [("inkling-small", 8), ("inkling-tiny", 2)])
+def test_engines_of_several_ranks_are_built(
+    monkeypatch: pytest.MonkeyPatch, model: str, ranks: int
+) -> None:
+    """Programs alone, and with weights."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    require_buildable(make_plan(BuildOptions(model="inkling-small", device="cuda", tp=8)))
-    with pytest.raises(UsageError, match="--tp: found 2"):
-        require_buildable(make_plan(BuildOptions(model="inkling-tiny", device="cuda", tp=2)))
+    require_buildable(make_plan(BuildOptions(model=model, device="cuda", tp=ranks)))
 
 
 def test_a_large_engine_is_lowered_where_no_gpu_is_seen(

@@ -17,7 +17,7 @@ from support.compiler import compile_engine, refused
 from inkling_engine.artifacts.errors import CorruptError, DoesNotFitError, UsageError
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.compile.memory import Bill, memory_bill, require_fit
-from inkling_engine.compile.models.inkling.shape import TINY
+from inkling_engine.compile.models.inkling.shape import TINY, preset
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import Plan, fingerprint, make_plan, plan_json, require_buildable
 from inkling_engine.compile.pools import entry_bytes, pool_entries
@@ -160,6 +160,18 @@ def test_ranks_whose_weights_are_converted() -> None:
     for text in ("2", "-1", "a", "0,"):
         with pytest.raises(UsageError, match="--rank-weights"):
             plan_of("inkling-tiny", device="cpu", tp=2, rank_weights=text)
+
+
+def test_first_layers_of_a_preset() -> None:
+    """Six of the small model: five window layers, two dense ones; never with weights."""
+    plan = plan_of("inkling-small", tp=2, layers=6)
+    shape, whole = plan.spec.shape, preset("inkling-small")
+    assert whole is not None and plan.spec.model == "inkling-small-6-layers"
+    assert (shape.layers, shape.local_layers, shape.dense_layers) == (6, (0, 1, 2, 3, 4), 2)
+    assert shape.drafts == whole.drafts and shape.vocab == whole.vocab
+    for model, layers in (("inkling-small", 0), ("inkling-small", 43), ("inkling-tiny", 2)):
+        with pytest.raises(UsageError, match=r"^layers: "):
+            plan_of(model, layers=layers)
 
 
 def test_a_model_that_cannot_be_split_so_is_refused() -> None:

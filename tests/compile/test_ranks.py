@@ -147,6 +147,17 @@ def test_any_number_of_ranks_that_divides(tmp_path: Path, tp: int) -> None:
         require_equal(whole, split, whole.round()[0], split.round())
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_drawn_weights_are_shares_of_one_model(tmp_path: Path, tp: int) -> None:
+    """Each rank draws its own, and all together give what one rank gives that draws all."""
+    whole, split = pair(TINY, tmp_path, tp, native=True, drawn=3)
+    for size in (20, 16):
+        require_equal(whole, split, whole.prompt(size)[0], split.prompt(size))
+    for _ in range(STEPS):
+        require_equal(whole, split, whole.round()[0], split.round())
+    assert len(set(chain.from_iterable(whole.lines))) > 12
+
+
 def test_what_a_rank_would_have_given_is_missed(tmp_path: Path) -> None:
     """An absent rank is not waited for, and its part is in the answers."""
     whole, split = pair(TINY, tmp_path, 2, native=True)

@@ -94,6 +94,10 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def record(self) -> None:
             pass
 
+        def query(self) -> bool:
+            self.waits += 1
+            return self.waits > 2
+
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Stream", Quiet)
     monkeypatch.setattr(torch.cuda, "Event", Quiet)
@@ -147,6 +151,32 @@ def test_a_replay_fetches_its_own_lines_around_the_ring() -> None:
         assert fetched == {number % LINES: number for number in range(step, step + steps)}
         assert {float(floats[line, 1]) for line in fetched} == {programs[name].number}
         step += steps
+
+
+class Watchman:
+    """The seat of a rank of several."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, list[str]()
+
+    def mark(self) -> None:
+        self.calls.append("mark")
+
+    def watch(self) -> None:
+        self.calls.append("watch")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_several_is_watched_while_a_replay_is_waited_for(rank: int) -> None:
+    graphs, programs, _ = _open(1)
+    seat: Any = Watchman(rank)
+    graphs.seat = seat
+    ended = graphs.replay(list(programs)[-1], 1)
+    assert seat.calls == ["mark"]
+    ended()
+    assert seat.calls == ["mark", "watch", "watch"]
+    ints, floats = graphs.mirrors
+    assert bool(ints.any() or floats.any()) == (rank == 0), "rank 0 alone reads results"
 
 
 def test_two_replays_may_be_under_way() -> None:

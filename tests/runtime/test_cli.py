@@ -23,11 +23,11 @@ SPEC = build_spec()
 OPTIONS = {
     "inspect": ["as_json", "folder"],
     "verify": [
-        *["as_json", "device_index", "folder", "log_level", "memory", "prefix_cache"],
+        *["alone", "as_json", "device_index", "folder", "log_level", "memory", "prefix_cache"],
         *["random_weights", "steps_per_replay"],
     ],
     "generate": [
-        *["as_json", "detokenize", "device_index", "folder", "frequency_penalty"],
+        *["alone", "as_json", "detokenize", "device_index", "folder", "frequency_penalty"],
         *["ignore_eos", "include_stop_str_in_output", "log_level", "logit_bias"],
         *["logprobs", "max_drafts", "max_tokens", "memory", "min_p", "min_tokens", "n"],
         *["prefix_cache", "presence_penalty", "prompt", "prompt_ids", "random_weights"],
@@ -35,12 +35,20 @@ OPTIONS = {
         *["stop_token_ids", "stream", "temperature", "timings", "top_k", "top_p", "trace"],
     ],
     "bench": [
-        *["accept", "as_json", "batch", "context", "device_index", "folder", "log_level", "memory"],
-        *["prefix_cache", "random_weights", "repeat", "steps_per_replay", "tokens", "trace"],
+        *["accept", "alone", "as_json", "batch", "context", "device_index", "folder", "log_level"],
+        *[
+            "memory",
+            "prefix_cache",
+            "random_weights",
+            "repeat",
+            "steps_per_replay",
+            "tokens",
+            "trace",
+        ],
     ],
     "report": ["out", "trace"],
     "batch": [
-        *["as_json", "deadline", "device_index", "folder", "log_level", "max_in_flight"],
+        *["alone", "as_json", "deadline", "device_index", "folder", "log_level", "max_in_flight"],
         *[
             "memory",
             "output",

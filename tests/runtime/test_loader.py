@@ -18,7 +18,7 @@ from inkling_engine.artifacts.digest import digest
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import add_files, open_manifest, stage
 from inkling_engine.runtime import graphs, loader, probe
-from inkling_engine.runtime.binding import assemble, total_bytes
+from inkling_engine.runtime.binding import assemble
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import (
     CorruptError,
@@ -29,6 +29,7 @@ from inkling_engine.runtime.errors import (
     UserError,
 )
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.usage import planned
 from inkling_engine.runtime.weights import random_weights, read_weights
 
 SPEC = build_spec()
@@ -119,8 +120,8 @@ def test_one_rank_of_several_opens_to_be_measured(
 ) -> None:
     spec = msgspec.structs.replace(SPEC, tp=2)
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
-    assert "--random-weights" in _refused(folder, IncompatibleError)
-    with Engine.load(folder, programs=FakeStep, random_weights=3) as engine:
+    assert "--alone" in _refused(folder, IncompatibleError)
+    with Engine.load(folder, programs=FakeStep, random_weights=3, alone=True) as engine:
         assert "rank 0 of 2 runs alone" in caplog.text
         assert len(engine.generate([30], GREEDY)[0].choices[0].token_ids) == 5
         bias = SamplingParams(logit_bias={spec.shape.real_vocab: 1.0})
@@ -128,17 +129,25 @@ def test_one_rank_of_several_opens_to_be_measured(
             engine.generate([30], bias)
 
 
-def test_all_ranks_need_their_weights_and_a_cpu_engine(folder: Path) -> None:
+def test_all_ranks_need_their_weights(folder: Path) -> None:
     spec = msgspec.structs.replace(SPEC, tp=3)
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
     with pytest.raises(
         UsageError, match=r"no weights of rank 1, 2; expected those of ranks 0 to 2"
     ):
         Engine.load(folder)
-    other = msgspec.structs.replace(spec, device="cuda")
-    _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=other))
-    with pytest.raises(IncompatibleError, match="tp 3, with a GPU for each rank"):
-        Engine.load(folder)
+
+
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for given, indices in ((2, (2, 3)), ((1, 1), (1, 1))):
+        assert loader._indices(loader.LoadOptions(device_index=given), 2) == indices
+        loader._require_devices("cuda", indices)
+    with pytest.raises(UsageError, match="found 4, of 2 .* expected 0 to 3, of 4 cuda"):
+        loader._require_devices("cuda", (3, 4))
+    with pytest.raises(UsageError, match=r"found \(1, 1\); expected .* each of 3 rank"):
+        loader._indices(loader.LoadOptions(device_index=(1, 1)), 3)
 
 
 def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
@@ -151,7 +160,7 @@ def test_programs_only_engines_name_the_way_out(tmp_path: Path) -> None:
 
 
 def test_memory_limits(folder: Path) -> None:
-    need = total_bytes(open_manifest(folder))
+    need = sum(planned(open_manifest(folder)).values())
     Engine.load(folder, programs=FakeStep, memory=need).close()
     message = _refused(folder, DoesNotFitError, memory=need - 1)
     assert f"{need:,} bytes" in message and f"{need - 1:,}" in message
@@ -186,7 +195,7 @@ def test_weights_that_no_program_reads_stay_on_disk() -> None:
     draft = msgspec.structs.replace(manifest.recipe[0], name="drafts.0.w13", shape=(1 << 40,))
     changed = msgspec.structs.replace(manifest, recipe=(*manifest.recipe, draft))
     assert list(random_weights(changed, 0)) == ["embed"]
-    assert total_bytes(changed) == total_bytes(manifest)
+    assert planned(changed) == planned(manifest)
 
 
 def _rename(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -292,7 +301,7 @@ def test_a_failed_probe_and_a_cache_that_cannot_be_written_leave_no_mark(
 def test_a_device_that_is_not_there_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "found 1; expected 0 to 0" in _refused(folder, UsageError, device_index=1)
+    assert "expected 0 to 0, of 1 cpu device" in _refused(folder, UsageError, device_index=1)
     spec = msgspec.structs.replace(SPEC, device="cuda")
     _edit(folder, lambda manifest: msgspec.structs.replace(manifest, spec=spec))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inkling_engine.runtime import driver as cuda
 from inkling_engine.runtime import overlap
 
 KERNEL, MEMSET = 0, 2
@@ -68,7 +69,7 @@ def read(data: Any) -> tuple[int, int, int]:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(overlap, "_driver", lambda: fake)
+    monkeypatch.setattr(cuda, "library", lambda: fake)
     return fake
 
 

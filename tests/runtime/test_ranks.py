@@ -18,16 +18,14 @@ from support.fake_step import run_oracle
 from support.leftovers import gone
 from support.rank_rig import manifest_of, open_engine
 
-from inkling_engine.kernels._exchange import exchange_words
-from inkling_engine.runtime import debug
+from inkling_engine.runtime import debug, usage
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import DoesNotFitError, FailedError, UserError
-from inkling_engine.runtime.mirror import Mirror
+from inkling_engine.runtime.mirror import Copy, Mirror
 from inkling_engine.runtime.rank import Member
 from inkling_engine.runtime.rank_messages import Commands, Replay, Start
 from inkling_engine.runtime.ranks import Ranks
 from inkling_engine.runtime.sampling import SamplingParams
-from inkling_engine.runtime.seat import Blocks, open_memory
 
 pytestmark = pytest.mark.multi
 SPEC = manifest_of(2).spec
@@ -63,6 +61,20 @@ def test_three_ranks_give_the_tokens_of_one_and_agree(tmp_path: Path) -> None:
     assert [process.returncode for process in ranks.processes.values()] == [0, 0]
 
 
+def test_every_rank_tells_what_it_takes(tmp_path: Path) -> None:
+    """Also of a rank that has a replay on the way."""
+    engine, _ = open_engine(3, tmp_path)
+    with engine:
+        engine.submit(PROMPTS[0], LONG)
+        engine.step()
+        taken = usage.report(engine)
+        engine.step()
+    plan = usage.planned(engine.manifest)
+    assert [rank["planned"] for rank in taken["ranks"]] == [plan] * 3
+    assert len({rank["measured"]["used"] for rank in taken["ranks"]}) > 1
+    assert usage.render(taken["ranks"]).count("planned") == taken["tp"] == 3
+
+
 def test_digests_tell_which_pool_differs(tmp_path: Path) -> None:
     engine, _ = open_engine(2, tmp_path, "1 3 differ")
     with engine:
@@ -93,6 +105,26 @@ def test_a_rank_in_trouble_ends_the_run_and_is_named(
         assert all(gone(pid) for pid in pids(ranks))
         with pytest.raises(FailedError, match="in a step"):
             engine.generate(PROMPTS, LONG)
+
+
+def test_results_without_a_part_of_this_rank_are_not_handed_out(tmp_path: Path) -> None:
+    """Rank 1 gives up waiting for rank 0, which then finds the parts of all."""
+    engine, ranks = open_engine(2, tmp_path, "0 4 late", 500)
+    with engine:
+        engine.submit(PROMPTS[0], LONG)
+        for _ in range(3):
+            engine.step()
+        with pytest.raises(FailedError, match="rank 0: found waited for in vain"):
+            engine.step()
+        assert all(gone(pid) for pid in pids(ranks))
+
+
+def test_a_rank_that_reads_no_commands_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inkling_engine.runtime.ranks._PATIENCE", 1)
+    ours, theirs = Pipe()
+    with theirs, pytest.raises(FailedError, match="rank 1: found waited for in vain"):
+        Ranks({1: ours}).send(Replay("a", 1, 0, bytes(1 << 22), 0))
+    assert ours.closed
 
 
 def test_a_rank_that_dies_between_steps_is_noticed(tmp_path: Path) -> None:
@@ -145,19 +177,20 @@ def test_ranks_end_with_rank_0(tmp_path: Path, signum: signal.Signals) -> None:
 def member() -> Iterator[Member]:
     """Rank 1 of 2 in this process, with a bucket `a` of eight bytes."""
     ours, theirs = Pipe()
-    memory = open_memory(exchange_words(0), 2)
-    start = Start(1, 2, exchange_words(0), "", 1)
-    one = Member(Commands(os.dup(theirs.fileno())), start, Blocks(memory, start.words, 2, 1))
-    os.close(memory)
-    mirror = Mirror(memoryview(bytearray(8)), memoryview(bytearray(8)))
-    one.replayer(cast(Any, None), {"a": mirror})
+    one = Member(Commands(os.dup(theirs.fileno())), Start(1, 2, ""))
+    one.replayer(cast(Any, None), {"a": _mirror()})
     with ours, theirs:
         yield one
 
 
+def _mirror() -> Mirror:
+    host, own = memoryview(bytearray(8)), memoryview(bytearray(8))
+    return Mirror(host, Copy(host, own))
+
+
 def _sent(data: bytes) -> Mirror:
     """Rank 0's end of bucket `a`, filled with `data`."""
-    mirror = Mirror(memoryview(bytearray(8)), memoryview(bytearray(8)))
+    mirror = _mirror()
     mirror.host[:] = data
     mirror.send()
     return mirror

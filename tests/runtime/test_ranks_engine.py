@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +20,15 @@ from support.prompts import python_prompts
 
 from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.store import open_manifest
+from inkling_engine.compile.memory import memory_bill
 from inkling_engine.runtime import debug
-from inkling_engine.runtime.binding import total_bytes
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import CorruptError, DoesNotFitError, FailedError
 from inkling_engine.runtime.plan import Plan
 from inkling_engine.runtime.ranks import Ranks
 from inkling_engine.runtime.requests import Completion
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.usage import planned, report
 
 pytestmark = pytest.mark.multi
 PROMPTS = python_prompts((70, 1, 33, 300, 64))
@@ -87,6 +89,35 @@ def test_several_steps_in_one_replay(four_rank_engine: Path, expected: list[Comp
         assert others == [own] * 3
 
 
+def test_drawn_weights_are_shares_of_one_model(four_rank_engine: Path, tiny_engine: Path) -> None:
+    """All ranks draw their own: the answers are those of one rank that draws all."""
+    done = []
+    for folder in (tiny_engine, four_rank_engine):
+        with Engine.load(folder, random_weights=3) as engine:
+            done.append(engine.generate(PROMPTS, PARAMS))
+    assert tokens(done[1]) == tokens(done[0])
+    assert len({token for answer in tokens(done[0]) for token in answer}) > 20
+    for one, other in zip(*done, strict=True):
+        found, wanted = (choice.choices[0].logprobs or () for choice in (one, other))
+        for a, b in zip(found, wanted, strict=True):
+            assert abs(a.logprob - b.logprob) < 1e-4
+
+
+def test_each_rank_takes_what_the_bill_says(four_rank_engine: Path) -> None:
+    with Engine.load(four_rank_engine, prefix_cache=False) as engine:
+        engine.generate(PROMPTS, PARAMS)
+        taken, bill = report(engine), memory_bill(engine.spec)
+        plan = planned(engine.manifest)
+        assert plan["pools"] == bill.pools == sum(t.nbytes for t in engine.pool.tensors.values())
+    assert plan["weights"] == bill.text_decoder + bill.text_decoder_fp32
+    assert taken["tp"] == len(taken["ranks"]) == 4
+    for rank in taken["ranks"]:
+        assert (rank["device"], rank["planned"]) == ("cpu", plan)
+        assert plan["weights"] < rank["measured"]["used"] < bill.total
+    used = [rank["measured"]["used"] for rank in taken["ranks"]]
+    assert len(set(used)) > 1, "each rank is asked"
+
+
 def test_a_rank_that_dies_inside_a_step_is_named(four_rank_engine: Path) -> None:
     """Rank 0 waits for it in native code, which runs under the interpreter's lock."""
     with Engine.load(four_rank_engine) as engine:
@@ -97,6 +128,34 @@ def test_a_rank_that_dies_inside_a_step_is_named(four_rank_engine: Path) -> None
             while not all(request.finished for request in requests):
                 engine.step()
         assert all(gone(pid) for pid in left)
+
+
+SUSPENDED = """
+import sys, time
+from inkling_engine.kernels._exchange import LIMIT
+from inkling_engine.runtime import Engine, SamplingParams
+with Engine.load(sys.argv[1]) as engine:
+    for block in engine.pool.seat.blocks.all.values():
+        block[LIMIT] = 500
+    print(*(process.pid for process in engine.pool.seat.processes.values()), flush=True)
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        engine.generate([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
+"""
+
+
+def test_ranks_that_were_all_suspended_go_on(four_rank_engine: Path) -> None:
+    """For longer than a rank may be late."""
+    command = [sys.executable, "-c", SUSPENDED, str(four_rank_engine)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as lead:
+        assert lead.stdout is not None and lead.stderr is not None
+        ranks = [lead.pid, *map(int, lead.stdout.readline().split())]
+        time.sleep(0.5)
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in ranks:
+                os.kill(pid, signum)
+            time.sleep(2)
+        assert lead.wait() == 0, lead.stderr.read()
 
 
 def test_a_job_whose_rank_was_killed_goes_on(four_rank_engine: Path, tmp_path: Path) -> None:
@@ -132,12 +191,13 @@ def test_the_commands_run_all_ranks(four_rank_engine: Path) -> None:
     arguments = ("generate", four_rank_engine, "--prompt-ids", "5,6,7", "--temperature", 0)
     assert inkling_engine(*arguments).returncode == 0
     done = inkling_engine("bench", four_rank_engine, "--tokens", 8, "--repeat", 1)
-    assert done.returncode == 0 and "ranks" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.count(" GB planned, ") == 4, done.stderr
     facts = msgspec.json.decode(inkling_engine("inspect", four_rank_engine, "--json").stdout)
-    sizes = [rank["weights"] for rank in facts["ranks"]]
+    sizes = [rank["file"] for rank in facts["ranks"]]
     assert len(sizes) == 4 and sum(sizes) == facts["bytes"]["weights"]
-    alone = inkling_engine("verify", four_rank_engine, "--random-weights", 3)
-    assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr
+    for weights in ((), ("--random-weights", 3)):
+        alone = inkling_engine("verify", four_rank_engine, "--alone", *weights)
+        assert alone.returncode == 0 and "rank 0 of 4 runs alone" in alone.stderr, alone.stderr
 
 
 def _flip(path: Path) -> None:
@@ -159,6 +219,6 @@ def test_bad_weights_of_another_rank_are_refused(
 
 
 def test_all_ranks_must_fit(four_rank_engine: Path) -> None:
-    need = 4 * total_bytes(open_manifest(four_rank_engine))
+    need = 4 * sum(planned(open_manifest(four_rank_engine)).values())
     with pytest.raises(DoesNotFitError, match=f"{need:,} bytes"):
         Engine.load(four_rank_engine, memory=need - 1)

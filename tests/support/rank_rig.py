@@ -27,7 +27,7 @@ from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.rank import Member, run
 from inkling_engine.runtime.rank_messages import Start
 from inkling_engine.runtime.ranks import Ranks
-from inkling_engine.runtime.seat import Blocks, Seat, block_words
+from inkling_engine.runtime.seat import Blocks
 from inkling_engine.runtime.weights import random_weights
 
 MODULE = "support.rank_rig"
@@ -59,7 +59,7 @@ class RankStep(FakeStep):
         assert int(self.bound[name]["pools.rank"][0]) == self._blocks.rank
         self._blocks.own[CONTROL] = len(self.runs)
         until = time.monotonic() + (int(self._blocks.own[LIMIT]) or LIMIT_MS) / 1000
-        for rank, block in enumerate(self._blocks.all):
+        for rank, block in self._blocks.all.items():
             while int(block[CONTROL]) < len(self.runs) and self._blocks.missing() is None:
                 time.sleep(0.0005)
                 if time.monotonic() > until:
@@ -81,6 +81,8 @@ class RankStep(FakeStep):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self._how == "raise":
             raise ValueError("the seventh seal")
+        elif self._how == "late":
+            time.sleep(1.5)
         elif self._how == "differ":
             self.bound[name]["pools.request_state"][1, table.GENERATED] += 1
         else:
@@ -95,7 +97,7 @@ def load(start: Start, member: Member) -> Loaded:
     if _trouble(start.folder) == f"{start.rank} 0 die":
         os._exit(3)
     member.proceed()
-    return _assemble(start.world, start.folder, member, member.blocks)
+    return _assemble(start.world, start.folder, member)
 
 
 def open_engine(
@@ -104,21 +106,20 @@ def open_engine(
     """Rank 0's engine and the ranks that it leads; waiting ends after `limit` ms."""
     if trouble:
         (folder / TROUBLE).write_text(trouble)
-    manifest = manifest_of(world)
-    ranks = Ranks(world, block_words(manifest), str(folder), module=MODULE)
-    for block in ranks.blocks.all:
-        block[LIMIT] = limit
+    ranks = Ranks.spawn(world, MODULE)
+    ranks.start(str(folder))
     ranks.proceed()
-    loaded = _assemble(world, str(folder), ranks, ranks.blocks)
-    ranks.require_ready()
+    loaded = _assemble(world, str(folder), ranks)
+    for block in ranks.blocks.all.values():
+        block[LIMIT] = limit
     return Engine(loaded), ranks
 
 
-def _assemble(world: int, folder: str, seat: Seat, blocks: Blocks) -> Loaded:
+def _assemble(world: int, folder: str, seat: Ranks | Member) -> Loaded:
     manifest = manifest_of(world)
 
     def step(manifest: Manifest, inputs: Mapping[str, list[Tensor]]) -> RankStep:
-        return RankStep(manifest, inputs, blocks, _trouble(folder))
+        return RankStep(manifest, inputs, seat.blocks, _trouble(folder))
 
     return assemble(manifest, random_weights(manifest, 0), step, seat=seat)
 

@@ -25,6 +25,7 @@ from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import make_plan
 from inkling_engine.kernels._op import use_references
+from inkling_engine.runtime.weights import draw_weight
 
 OWN = ("kv_", "conv_kv_", "rank", "peers", "exchange")  # pools in which the ranks differ
 
@@ -70,18 +71,26 @@ class Ranks:
                 yield name, [machine.pools[name] for machine in self.machines]
 
 
-def convert(folder: Path, scratch: Path, tp: int, *, native: bool, **options: Any) -> Ranks:
-    """The ranks with the weights of the checkpoint in `folder`, converted by the build's own code."""
+def convert(
+    folder: Path, scratch: Path, tp: int, *, native: bool, drawn: int | None = None, **options: Any
+) -> Ranks:
+    """The ranks with the weights of the checkpoint in `folder`, converted by the build's own code, or
+    with weights of the seed `drawn`."""
     given: dict[str, Any] = {"device": "cpu", "max_running": 3, "decode_buckets": "3"}
     given |= {"page_size": 8, "snapshot_grid": 16, "extend_buckets": "64x3"} | options
     plan = make_plan(BuildOptions(model=str(folder), tp=tp, **given))
     assert plan.checkpoint is not None
     spec, machines = plan.spec, []
     for rank in plan.ranks:
-        path = scratch / f"{tp}-{rank}.safetensors"
-        recipe = recipes(spec.shape, spec.dtype, plan.checkpoint.layout, tp, rank)
-        write_weights(plan.checkpoint, recipe, path)
-        machines.append(Machine(spec, load_file(path)))
+        path, layout = scratch / f"{tp}-{rank}.safetensors", plan.checkpoint.layout
+        if drawn is None:
+            recipe = recipes(spec.shape, spec.dtype, layout, tp, rank)
+            write_weights(plan.checkpoint, recipe, path)
+            machines.append(Machine(spec, load_file(path)))
+        else:
+            first = recipes(spec.shape, spec.dtype, layout, tp)
+            weights = {one.name: draw_weight(one, drawn, "cpu", rank, tp) for one in first}
+            machines.append(Machine(spec, weights))
     return Ranks(machines, native)
 
 

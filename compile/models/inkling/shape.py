@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from inkling_engine.artifacts.errors import UsageError
 from inkling_engine.artifacts.spec import DraftShape, LayerKind, ModelShape
 from inkling_engine.compile.folder import CONFIG, read_json, require_folder
@@ -40,6 +42,13 @@ def preset(name: str) -> ModelShape | None:
     if name == "inkling-small":
         return _published(hidden=4096, layers=42, heads=32, local_kv_heads=8, expert_width=2048)
     return read_config(TINY) if name == "inkling-tiny" else None
+
+
+def first_layers(shape: ModelShape, layers: int) -> ModelShape:
+    """A model of the first `layers` layers; drafts as they are."""
+    local = tuple(i for i in shape.local_layers if i < layers)
+    dense = min(shape.dense_layers, layers)
+    return msgspec.structs.replace(shape, layers=layers, local_layers=local, dense_layers=dense)
 
 
 def read_config(folder: Path) -> ModelShape:

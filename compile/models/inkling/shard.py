@@ -32,7 +32,9 @@ def rank_recipes(
     """Rank `rank`'s share of each of the whole model's `recipes`, in their order."""
     check_tp(shape, tp)
     assert 0 <= rank < tp, f"rank {rank} of {tp}"
-    return tuple(recipe if tp == 1 else _share(recipe, shape, tp, rank) for recipe in recipes)
+    if tp == 1:
+        return tuple(recipes)
+    return tuple(_share(recipe, shape, tp).of_rank(rank, tp) for recipe in recipes)
 
 
 def rank_shape(shape: ModelShape, tp: int) -> ModelShape:
@@ -91,8 +93,8 @@ def _fitting(shape: ModelShape) -> str:
     return f"use --tp {' or '.join(fitting)}"
 
 
-def _share(recipe: Recipe, shape: ModelShape, tp: int, rank: int) -> Recipe:
-    """Rank `rank`'s units of every section of the tensor."""
+def _share(recipe: Recipe, shape: ModelShape, tp: int) -> Recipe:
+    """Rank 0's units of every section of the tensor; more ranks than units share them."""
     cut = _cut(recipe.name, shape)
     if cut is None:
         return recipe
@@ -100,19 +102,13 @@ def _share(recipe: Recipe, shape: ModelShape, tp: int, rank: int) -> Recipe:
     extent = sum(section.units * section.size for section in sections)
     assert extent == recipe.shape[axis], f"{recipe.name}: {sections} do not make {recipe.shape}"
     intervals: list[Interval] = []
+    counts: list[int] = []
     start = 0
     for units, size in sections:
-        first, count = _units(units, tp, rank)
-        intervals.append((start + first * size, start + (first + count) * size))
+        counts.append(units if units % tp else tp)
+        intervals.append((start, start + units // counts[-1] * size))
         start += units * size
-    return take(recipe, axis, intervals)
-
-
-def _units(units: int, tp: int, rank: int) -> tuple[int, int]:
-    """(first, count) of a rank's units; one shared unit if there are more ranks than units."""
-    if units % tp:
-        return rank * units // tp, 1
-    return rank * (units // tp), units // tp
+    return take(recipe, axis, intervals, counts)
 
 
 def _cut(name: str, shape: ModelShape) -> tuple[int, list[Section]] | None:
