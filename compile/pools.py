@@ -11,6 +11,7 @@ import math
 from inkling_engine.artifacts.manifest import DType, RowEntry, TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, LayerKind
 from inkling_engine.kernels import table
+from inkling_engine.kernels._candidates import BUDGET, record_words
 from inkling_engine.kernels._exchange import exchange_words
 
 ROW_ALIGNMENT = 64
@@ -149,10 +150,11 @@ def _table_pools(spec: EngineSpec) -> list[TensorEntry]:
 
 
 def _largest_part(spec: EngineSpec) -> int:
-    """Most bytes that a rank gives the others at once: rows of a step or of its draft phase, or its
-    columns of the logits."""
+    """Most bytes that a rank gives the others at once: rows of a step or of its draft phase, its
+    columns of the logits or its candidates."""
     hidden, columns = spec.shape.hidden * ITEM_SIZE[spec.dtype], spec.shape.vocab // spec.tp
+    sample = max(4 * columns, 8 * record_words(spec.limits.top_logprobs, BUDGET))
     return max(
-        max(hidden * (bucket.tokens + bucket.rows * spec.spec_depth), 4 * columns * samples(bucket))
+        max(hidden * (bucket.tokens + bucket.rows * spec.spec_depth), sample * samples(bucket))
         for bucket in spec.buckets
     )

@@ -95,7 +95,8 @@ def _lower(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntry:
     inputs = program_inputs(spec, bucket, step_weights(spec))
     program, ops = export_step(spec, bucket, inputs)
     compile_program(program, spec, package, workspace(spec, bucket))
-    logits = (samples(bucket), spec.shape.real_vocab)
+    columns = min(spec.shape.real_vocab, spec.shape.vocab // spec.tp)
+    logits = (samples(bucket), columns)
     return ProgramEntry(
         name=program_name(bucket),
         bucket=bucket,

@@ -12,15 +12,21 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
+from inkling_engine.compile.models.inkling.block import exchange
 from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.compile.models.inkling.drafts import DraftDecoder
 from inkling_engine.compile.models.inkling.model import Decoder
 from inkling_engine.compile.pools import destinations
+from inkling_engine.kernels._candidates import BUDGET
+from inkling_engine.kernels.candidates import candidates
 from inkling_engine.kernels.commit import commit
+from inkling_engine.kernels.draft_candidates import draft_candidates
 from inkling_engine.kernels.draft_commit import draft_commit
 from inkling_engine.kernels.draft_gather import draft_gather
 from inkling_engine.kernels.draft_metadata import DraftMeta, draft_metadata
 from inkling_engine.kernels.draft_sample import draft_sample
+from inkling_engine.kernels.gather_logits import gather_logits
+from inkling_engine.kernels.resample import resample
 from inkling_engine.kernels.sample import sample
 from inkling_engine.kernels.step_metadata import StepMeta, step_metadata
 
@@ -53,8 +59,8 @@ ROW_INPUTS = (
 def step(
     spec: EngineSpec, bucket: Bucket, weights: Tensors, pools: Tensors, rows: Tensors
 ) -> Tensor:
-    """Run one step of `bucket`; returns the logits [samples, real vocabulary] float32 (a sample a row,
-    in a verify step one a token)."""
+    """Run one step of `bucket`; returns this rank's columns of the logits [samples, C] float32 (a
+    sample a row, in a verify step one a token)."""
     calls = Calls(spec)
     meta, hidden, logits = target_phase(spec, bucket, weights, pools, rows, calls)
     if spec.spec_depth:
@@ -85,17 +91,19 @@ def target_phase(
     decoder = Decoder(spec.shape, weights, pools, meta, spec.tp, calls)
     hidden = decoder.hidden(bucket)
     logits = decoder.logits(hidden)
-    _sample_and_commit(spec, bucket, pools, meta, logits)
+    chosen = _sample(spec, bucket, pools, meta, logits, calls)
+    _commit(spec, bucket, pools, meta, chosen)
     calls.commit()
     return meta, hidden, logits
 
 
-def _sample_and_commit(
-    spec: EngineSpec, bucket: Bucket, pools: Tensors, meta: StepMeta, logits: Tensor
-) -> None:
-    limits = spec.limits
-    chosen = sample(
-        logits,
+def _sample(
+    spec: EngineSpec, bucket: Bucket, pools: Tensors, meta: StepMeta, logits: Tensor, calls: Calls
+) -> tuple[Tensor, ...]:
+    """Tokens, logprobs and the top ones, the same on all ranks. Several choose from candidates; what
+    these do not prove is drawn from the whole logits, for which no rank else needs the others'."""
+    limits, ranks = spec.limits, exchange(pools)
+    step = (
         pools["token_counts"],
         pools["request_state"],
         pools["request_ints"],
@@ -106,12 +114,25 @@ def _sample_and_commit(
         meta.starts,
         meta.lengths,
         meta.sample_rows,
-        meta.emits,
-        limits.stop_ids,
-        limits.bias_ids,
-        limits.top_logprobs,
-        bucket.drafts,
     )
+    sizes = limits.stop_ids, limits.bias_ids, limits.top_logprobs, bucket.drafts
+    numbers, vocab = (*calls.take(), spec.tp), spec.shape.real_vocab
+    if spec.tp == 1:
+        alone: tuple[Tensor, ...] = sample(logits, *step, meta.emits, *sizes)
+        return alone
+    *chosen, unsure = candidates(logits, *step, meta.emits, *sizes, *ranks, BUDGET, *numbers, vocab)
+    whole = gather_logits(logits, unsure, *ranks, *calls.take(), spec.tp, vocab)
+    resample(whole, *step, unsure, *sizes, *chosen)
+    return tuple(chosen)
+
+
+def _commit(
+    spec: EngineSpec,
+    bucket: Bucket,
+    pools: Tensors,
+    meta: StepMeta,
+    chosen: tuple[Tensor, ...],
+) -> None:
     commit(
         pools["request_state"],
         pools["token_counts"],
@@ -129,7 +150,7 @@ def _sample_and_commit(
         meta.emits,
         meta.destination_slots,
         meta.destination_offsets,
-        limits.stop_ids,
+        spec.limits.stop_ids,
         bucket.drafts,
     )
 
@@ -152,7 +173,7 @@ def draft_phase(
     )
     decoder = DraftDecoder(spec, weights, pools, meta, most, calls)
     for depth, logits in enumerate(decoder.logits(first)):
-        draft_sample(
+        guess = (
             logits,
             pools["token_counts"],
             pools["request_state"],
@@ -167,6 +188,11 @@ def draft_phase(
             spec.limits.stop_ids,
             spec.limits.bias_ids,
         )
+        numbers = (*calls.take(), spec.tp, spec.draft_vocab)
+        if spec.tp == 1:
+            draft_sample(*guess)
+        else:
+            draft_candidates(*guess, *exchange(pools), *numbers)
     draft_commit(
         pools["request_state"],
         pools["draft_hidden"],

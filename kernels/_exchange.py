@@ -15,8 +15,8 @@ twice as fast, for sums have two phases (`_exchange_triton.py`).
 is absent: it is never waited for and gives nothing. Flags outlive steps and are never reset alone: who
 zeroes a step counter zeroes the block, before any rank's next step. With one rank nothing is read.
 
-A rank that does not come within LIMIT_MS (on a GPU GPU_LIMIT_MS; or word LIMIT, if that is not 0) is noted in the error
-word as 1 + rank, the first one only. Then nobody waits any more: what has not come counts as absent.
+A rank that does not come within LIMIT_MS (or word LIMIT, if that is not 0) is noted in the error word as
+1 + rank, the first one only. Then nobody waits any more: what has not come counts as absent.
 On the CPU so is a rank whose process has ended: word LIFE + r may hold 1 + a descriptor, of this process,
 that hangs up then. Nothing of Python runs while a program waits, so the native wait looks itself; time
 in which it did not, being suspended, is not the other rank's.
@@ -54,7 +54,7 @@ def slot_words(words: int, pushers: int) -> int:
     return min(MOST_PUSHED, (words - HEADER) // 2 // (1 + pushers) // ALIGNMENT * ALIGNMENT)
 
 
-def half_words(words: int, pushers: int = 0) -> int:
+def half_words(words: int, pushers: int) -> int:
     """Words of each half of a block of `words` words."""
     both = (words - HEADER) // 2 - pushers * slot_words(words, pushers)
     return both // ALIGNMENT * ALIGNMENT
@@ -75,7 +75,7 @@ def all_parts(
     peers [8] i64, exchange [words] i64 (written), step_counter [4] i64, rank [4] i32.
     """
     own, sequence = int(rank[0]), int(step_counter[0]) * calls + call + 1
-    size, half = part.nbytes, WORD * half_words(len(exchange))
+    size, half = part.nbytes, WORD * half_words(len(exchange), 0)
     assert size <= half, f"a part of {size} bytes for a half of {half}"
     at = WORD * HEADER + (sequence % 2) * half
     block = exchange.data_ptr()

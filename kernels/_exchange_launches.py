@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""Launches that exchange and do nothing else: sums, gathered columns, rows of an embedding.
+"""Launches that exchange and do nothing else: sums, and rows of an embedding.
 
 Each has a form for parts that fit into a slot and one for larger parts (`_exchange_triton.py`).
 """
@@ -12,14 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
-from inkling_engine.kernels._exchange import ABSENT_LOGIT, FLAGS, WORD, half_words, slot_words
+from inkling_engine.kernels._exchange import FLAGS, WORD, half_words, slot_words
 from inkling_engine.kernels._exchange_triton import (
+    blocks_of,
     meet,
     part_at,
     push,
     sequence_of,
-    slot_at,
-    take,
     total,
 )
 from inkling_engine.kernels._triton import follow, launchable
@@ -72,7 +71,7 @@ def sum_kernel(
     for i in range(ROUNDS):
         at = first + i * step + tl.arange(0, BLOCK)
         tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, 0, WORLD)
+    given = meet(peers, exchange, own, sequence, WORLD)
     for i in range(ROUNDS):
         at = first + i * step + tl.arange(0, BLOCK)
         found = pulled_sum(x, peers, own, sequence, given, at, count, WORLD, HALF)
@@ -97,7 +96,7 @@ def scatter_sum_kernel(
         at = i % WORLD * segment + begin + tl.arange(0, BLOCK)
         end = tl.where(begin < segment, count, 0)
         tl.store(mine + at, tl.load(x + at, at < end, other=0.0), at < end)
-    given = meet(peers, exchange, own, sequence, 0, WORLD)
+    given = meet(peers, exchange, own, sequence, WORLD)
     for i in range(ROUNDS):
         begin = first + i * step
         at = own * segment + begin + tl.arange(0, BLOCK)
@@ -105,7 +104,7 @@ def scatter_sum_kernel(
         found = pulled_sum(x, peers, own, sequence, given, at, end, WORLD, HALF)
         tl.store(mine + at, found.to(y.dtype.element_ty), at < end)
         tl.store(y + at, found.to(y.dtype.element_ty), at < end)
-    summed = meet(peers, exchange, own, sequence, 1, WORLD)
+    summed = meet(peers, exchange, own, sequence, WORLD, 1)
     for i in range(ROUNDS * WORLD):
         of, begin = i % WORLD, first + i // WORLD * step
         at = of * segment + begin + tl.arange(0, BLOCK)
@@ -118,59 +117,6 @@ def scatter_sum_kernel(
                 y.dtype.element_ty
             )
         tl.store(y + at, found, at < end)
-
-
-@triton.jit
-def push_gather_kernel(
-    logits, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr,
-    VOCAB: tl.constexpr, ABSENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`gather_kernel` of a part that fits into a slot. Zeros lose their sign, on all ranks."""
-    follow()
-    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + at, at < count, other=0.0)
-    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
-    row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
-    for r in range(WORLD):
-        found = tl.full((BLOCK,), ABSENT, values.dtype)
-        if r == own:
-            found = values
-        elif tl.load(peers + r) != 0:
-            slot = slot_at(exchange.to(tl.int64), sequence, r, values.dtype, WORLD, HALF, SLOT)
-            bits, came = take(exchange, slot + at, at < count, r)
-            found = tl.where(came, bits.to(values.dtype, bitcast=True), found)
-        real = (at < count) & (column < VOCAB - r * COLUMNS)
-        tl.store(whole + row * VOCAB + (r * COLUMNS + column), found + 0.0, real)
-
-
-@triton.jit
-def gather_kernel(
-    logits, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr,
-    VOCAB: tl.constexpr, ABSENT: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """whole [S, VOCAB] out of the columns [S, COLUMNS] of every rank, `count` elements each."""
-    follow()
-    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    kind: tl.constexpr = logits.dtype
-    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        tl.store(mine + at, tl.load(logits + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, 0, WORLD)
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
-        for r in tl.static_range(WORLD):
-            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
-            known = at < tl.where((given >> r) & 1 != 0, count, 0)
-            part = part_at(block, sequence, HALF, kind) + at
-            values = tl.load(part, known, other=ABSENT, cache_modifier=".cg")
-            real = (at < count) & (column < VOCAB - r * COLUMNS)
-            tl.store(whole + row * VOCAB + (r * COLUMNS + column), values, real)
 
 
 @triton.jit
@@ -232,7 +178,7 @@ def embed_kernel(
         values = tl.load(rows + column, column < tl.where(held, WIDTH, 0), other=0.0)
         to = mine + t.to(tl.int64) * WIDTH
         tl.store(to + column, values, column < tl.where(t < count, WIDTH, 0))
-    given = meet(peers, exchange, own, sequence, 0, WORLD)
+    given = meet(peers, exchange, own, sequence, WORLD)
     for i in range(ROUNDS):
         t = tl.program_id(0) + i * tl.num_programs(0)
         token = token_at(ids, token_rows, t, count, depth, IDS, ROWS, DRAFTS, DRAFTED)
@@ -266,14 +212,6 @@ def layout(exchange: Tensor, calls: int, world: int) -> dict[str, int]:
     return {"CALLS": calls, "WORLD": world, "HALF": half, "SLOT": slot}
 
 
-def _blocks(count: int, largest: int) -> tuple[int, int, int, int]:
-    """Elements of a block, warps, programs and blocks of each, to pull `count` elements."""
-    block = 1024 if count <= FLAGS * 1024 else largest
-    blocks = max(1, triton.cdiv(count, block))
-    programs = min(FLAGS, blocks)
-    return block, block // 256, programs, triton.cdiv(blocks, programs)
-
-
 def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor:
     """The sum of all ranks' `x`."""
     y, count = torch.empty_like(x), x.numel()
@@ -287,31 +225,11 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
         return y
     # what each rank reads of the others is less in segments from three ranks on
     kernel, share = (sum_kernel, count) if world == 2 else (scatter_sum_kernel, count // world)
-    block, warps, programs, rounds = _blocks(share, 4096)
+    block, warps, programs, rounds = blocks_of(share, 4096)
     launchable(kernel)[(programs,)](
         *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
     )
     return y
-
-
-def gathered(logits: Tensor, ranks: Ranks, call: int, calls: int, world: int, vocab: int) -> Tensor:
-    """[S, vocab] out of the columns [S, COLUMNS] of every rank."""
-    (rows, columns), count = logits.shape, logits.numel()
-    whole = logits.new_empty(rows, vocab)
-    arguments = logits, *ranks, whole, count, LAYER_UNIT.value * call
-    known = layout(ranks[1], calls, world)
-    known |= {"COLUMNS": columns, "VOCAB": vocab}
-    if pushed(logits.nbytes, ranks[1], world):
-        launchable(push_gather_kernel)[(triton.cdiv(count, 1024),)](
-            *arguments, **known, ABSENT=ABSENT_LOGIT, BLOCK=1024, num_warps=4, num_stages=1
-        )
-        return whole
-    block, warps, programs, rounds = _blocks(count, 1024)
-    launchable(gather_kernel)[(programs,)](
-        *arguments, **known, ABSENT=ABSENT_LOGIT, BLOCK=block, ROUNDS=rounds, num_warps=warps,
-        num_stages=1,
-    )  # fmt: skip
-    return whole
 
 
 def embedded(

@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
-from inkling_engine.kernels._exchange import CONTROL, ERROR, HEADER, LIMIT, LIMIT_MS
-from inkling_engine.kernels._triton import COMPILED
+from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, LIMIT_MS
+from inkling_engine.kernels._triton import COMPILED, follow
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
 _HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS)
@@ -71,9 +71,9 @@ def arrived(exchange, flag, sequence, r):
 
 
 @triton.jit
-def meet(peers, exchange, own, sequence, phase: tl.constexpr, WORLD: tl.constexpr):
-    """Publish what the program wrote to its half, in the first or second `phase` (0, 1) of a call; a
-    bit for each rank that has come as far. A flag is 2 * sequence + phase."""
+def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexpr = 0):
+    """Publish what the program wrote to its half, in `phase` 0 or 1 of a call; a bit for each rank that
+    has come as far. A flag is 2 * sequence + phase."""
     program = tl.program_id(0)
     sequence = 2 * sequence + phase
     tl.debug_barrier()  # every thread has written its part
@@ -85,6 +85,41 @@ def meet(peers, exchange, own, sequence, phase: tl.constexpr, WORLD: tl.constexp
             flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + program
             given |= arrived(exchange, flag, sequence, r).to(tl.int32) << r
     return given
+
+
+@triton.jit
+def gather_kernel(
+    logits, unsure, peers, exchange, step_counter, rank, whole, count, call, CALLS: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SAMPLES: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr, VOCAB: tl.constexpr, ABSENT: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """whole [S, VOCAB] out of the columns [S, COLUMNS] of every rank, `count` elements each. If no
+    sample is unsure the ranks only meet, by their first programs: the next call starts behind them."""
+    follow()
+    own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    lane = tl.arange(0, LANES)
+    if tl.max(tl.load(unsure + lane, lane < SAMPLES, other=0), axis=0) == 0:
+        if tl.program_id(0) == 0:
+            meet(peers, exchange, own, sequence, WORLD)
+        return
+    kind: tl.constexpr = logits.dtype
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for i in range(ROUNDS):
+        at = first + i * step + tl.arange(0, BLOCK)
+        tl.store(mine + at, tl.load(logits + at, at < count, other=0.0), at < count)
+    given = meet(peers, exchange, own, sequence, WORLD)
+    for i in range(ROUNDS):
+        at = first + i * step + tl.arange(0, BLOCK)
+        row, column = (at // COLUMNS).to(tl.int64), at % COLUMNS
+        for r in tl.static_range(WORLD):
+            block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
+            known = at < tl.where((given >> r) & 1 != 0, count, 0)
+            part = part_at(block, sequence, HALF, kind) + at
+            values = tl.load(part, known, other=ABSENT, cache_modifier=".cg")
+            real = (at < count) & (column < VOCAB - r * COLUMNS)
+            tl.store(whole + row * VOCAB + (r * COLUMNS + column), values, real)
 
 
 @triton.jit
@@ -129,8 +164,8 @@ def missing_of(bits):
 
 @triton.jit
 def take(exchange, slot, mask, r):
-    """(what rank r has pushed to `slot`, pointers, and whether all has come); zeros, and noted, when time
-    is over. The slot is then clean: all threads leave the wait together, so none cleans too early."""
+    """What rank r has pushed to `slot` (pointers), once all has come; zeros, and noted, when time is over.
+    The slot is then clean: all threads leave the wait together, so none cleans too early."""
     bits = tl.load(slot, mask, other=1, volatile=True)
     missing = missing_of(bits)
     if missing != 0:
@@ -148,7 +183,7 @@ def take(exchange, slot, mask, r):
             noted = tl.where(late & (missing != 0), r + 1, 0).to(tl.int64)
             failed = tl.atomic_cas(exchange + _ERROR, tl.full((), 0, tl.int64), noted)
     tl.store(slot, tl.zeros_like(bits), mask)
-    return tl.where(missing == 0, bits, 0).to(bits.dtype), missing == 0
+    return tl.where(missing == 0, bits, 0).to(bits.dtype)
 
 
 @triton.jit
@@ -164,6 +199,14 @@ def total(
             found += values.to(tl.float32)
         elif tl.load(peers + r) != 0:
             slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
-            bits, _ = take(exchange, slot + at, mask, r)
+            bits = take(exchange, slot + at, mask, r)
             found += bits.to(kind, bitcast=True).to(tl.float32)
     return found
+
+
+def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:
+    """Elements of a block, warps, programs and blocks of each, for `count` elements."""
+    block = 1024 if count <= FLAGS * 1024 else largest
+    blocks = max(1, triton.cdiv(count, block))
+    programs = min(FLAGS, blocks)
+    return block, block // 256, programs, triton.cdiv(blocks, programs)

@@ -8,7 +8,9 @@ from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.boundary import boundary
+from inkling_engine.kernels.candidates import candidates
 from inkling_engine.kernels.commit import commit
+from inkling_engine.kernels.draft_candidates import draft_candidates
 from inkling_engine.kernels.draft_commit import draft_commit
 from inkling_engine.kernels.draft_gather import draft_gather
 from inkling_engine.kernels.draft_input import draft_input
@@ -20,6 +22,7 @@ from inkling_engine.kernels.gather_logits import gather_logits
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.moe import moe
+from inkling_engine.kernels.resample import resample
 from inkling_engine.kernels.rmsnorm import rmsnorm
 from inkling_engine.kernels.router import router
 from inkling_engine.kernels.sample import sample
@@ -41,12 +44,15 @@ OPS: Final[tuple[Op, ...]] = (
     moe,
     boundary,
     head,
-    gather_logits,
     sample,
+    candidates,
+    gather_logits,
+    resample,
     commit,
     draft_metadata,
     draft_gather,
     draft_input,
     draft_sample,
+    draft_candidates,
     draft_commit,
 )

@@ -58,6 +58,12 @@ FROM_TABLE: Final = 2  # the row's one token is LAST_TOKEN, not an entry of toke
 # token_counts [slots, real_vocab] int32: times sampled, plus PROMPT_SEEN if in the prompt
 PROMPT_SEEN: Final = 1 << 30
 
+# step_counter [4] int64
+STEPS: Final = 0  # steps so far
+WHOLE_STEPS: Final = 1  # those in which the ranks gathered whole logits
+WHOLE_SAMPLES: Final = 2  # samples drawn from whole logits
+LAST_WHOLE: Final = 3  # the last of WHOLE_STEPS, as what STEPS was after it
+
 # results_int lines: slot, emitted tokens, finish, new length, drafts verified; then the tokens, then
 # the top tokens of each. results_float lines: the logprobs, then the top logprobs of each
 RESULT_SLOT: Final = 0

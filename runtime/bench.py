@@ -28,6 +28,7 @@ from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.requests import Sequence as Row
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.stats import whole_logits
 from inkling_engine.runtime.trace import tracing
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def measure(folder: Path, work: Work, trace: Path | None = None, **load: Any) ->
             "prefill": _prefill(work, counted),
             "decode": [_decode(way, counted[0]) for way in counted],
             "drafts": engine.drafts.since(before).report() if before.proposed else None,
+            "whole_logits": dict(zip(("steps", "samples"), whole_logits(engine), strict=True)),
         }
 
 
@@ -115,6 +117,10 @@ def render(report: dict[str, Any]) -> str:
         facts["ranks"] = usage.render(ranks)
     if report["drafts"]:
         facts["drafts"] = render_drafts(report["drafts"])
+    if report["whole_logits"]["steps"]:
+        facts["gathered"] = "whole logits in {steps} steps, for {samples} samples".format(
+            **report["whole_logits"]
+        )
     columns = ("mean", "stdev", "p50", "p95")
     lines = [f"{name:<9} {text}" for name, text in facts.items()]
     names = "".join(f"{name:>9}" for name in columns)

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from inkling_engine.artifacts.layout import program_name
-from inkling_engine.kernels.table import FROM_TABLE, SAMPLE
+from inkling_engine.kernels.table import FROM_TABLE, SAMPLE, WHOLE_SAMPLES, WHOLE_STEPS
 from inkling_engine.runtime.capacity import Account
 from inkling_engine.runtime.drafts import DraftStats
 from inkling_engine.runtime.plan import Plan
@@ -68,7 +68,8 @@ class Latency:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Requests are counted by choice; `first_token` is measured from the arrival of the
-    request, `per_token` is a choice's mean over the tokens after its first one."""
+    request, `per_token` is a choice's mean over the tokens after its first one. `whole_logits` are steps
+    in which ranks gathered whole logits since the load, and the samples that were drawn from them."""
 
     seconds: float
     waiting: int
@@ -81,6 +82,7 @@ class EngineStats:
     prefix_hits: int
     prefix_tokens: int
     preemptions: int
+    whole_logits: tuple[int, int]
     drafts: DraftStats
     first_token: Latency
     per_token: Latency
@@ -156,6 +158,7 @@ class StatsCollector:
                 prefix_hits=self._hits,
                 prefix_tokens=scheduler.cached_tokens,
                 preemptions=scheduler.preemptions,
+                whole_logits=whole_logits(engine),
                 drafts=engine.drafts.copy(),
                 first_token=self._first_token.latency(),
                 per_token=self._per_token.latency(),
@@ -182,6 +185,14 @@ class StatsCollector:
             left = [s for s in self._began if s.status is not Status.FINISHED]
             self._began = {sequence: self._began[sequence] for sequence in left}
             self._most = 2 * max(len(left), self._engine.spec.max_running)
+
+
+def whole_logits(engine: Engine) -> tuple[int, int]:
+    """Steps of several ranks whose candidates did not prove every token, and samples that they did not
+    prove, since the load; zeros of one rank, and once the engine is closed."""
+    counter = engine.pool.tensors.get("step_counter")
+    counts = [0] * 4 if counter is None else counter.tolist()
+    return counts[WHOLE_STEPS], counts[WHOLE_SAMPLES]
 
 
 def by_state(account: Account) -> dict[str, int]:
@@ -228,6 +239,8 @@ def _families(stats: EngineStats) -> Iterator[tuple[str, str, str, list[Sample]]
         ("prefix_hits_total", "Prompts that began from the prefix cache.", stats.prefix_hits),
         ("prefix_hit_tokens_total", "Prompt tokens not computed.", stats.prefix_tokens),
         ("preemptions_total", "Times that a running choice lost its pages.", stats.preemptions),
+        ("whole_logits_steps_total", "Steps that gathered whole logits.", stats.whole_logits[0]),
+        ("whole_logits_samples_total", "Samples drawn from these.", stats.whole_logits[1]),
     ):
         yield name, "counter", text, [({}, value)]
     yield from _draft_families(stats.drafts)

@@ -97,9 +97,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def all_cases(target: Target, rows: Sequence[int]) -> Iterator[Case]:
     """Every case at every number of rows, op by op."""
-    from bench import attention_ops, draft_ops, expert_ops, token_ops
+    from bench import attention_ops, draft_ops, expert_ops, rank_ops, token_ops
 
-    for module in (expert_ops, attention_ops, token_ops, draft_ops):
+    for module in (expert_ops, attention_ops, token_ops, rank_ops, draft_ops):
         listed = [case for count in rows for case in module.cases(target, count)]
         yield from sorted(listed, key=lambda case: (case.op, case.name))
 

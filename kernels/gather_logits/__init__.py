@@ -1,9 +1,10 @@
-"""Logits of the whole vocabulary out of all ranks' columns.
+"""Logits of the whole vocabulary out of all ranks' columns, in a step that needs them.
 
-`gather_logits(logits, peers, exchange, step_counter, rank, call, calls, world, vocab) -> whole`:
-logits [S, C] f32, this rank's columns from rank * C on; peers [8], exchange [words] (written),
+`gather_logits(logits, unsure, peers, exchange, step_counter, rank, call, calls, world, vocab) -> whole`:
+logits [S, C] f32, this rank's columns from rank * C on; unsure [S] i32, the same on all ranks; peers [8], exchange [words] (written),
 step_counter [4] i64, rank [4] i32, call, calls, world: see `kernels/_exchange.py`; whole [S, vocab] f32,
 the ranks' columns in order as far as vocab. Columns of an absent rank are ABSENT_LOGIT, which is never drawn.
+If no sample is unsure the ranks meet without giving anything, and `whole` may hold anything.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ def _fake(logits: Tensor, *rest: Any) -> Tensor:
 
 gather_logits = define(
     "gather_logits",
-    "(Tensor logits, Tensor peers, Tensor(a!) exchange, Tensor step_counter, Tensor rank, int call,"
+    "(Tensor logits, Tensor unsure, Tensor peers, Tensor(a!) exchange, Tensor step_counter, Tensor rank, int call,"
     " int calls, int world, int vocab) -> Tensor",
     reference.gather_logits,
     _fake,

@@ -1,6 +1,14 @@
 """Shapes and inputs of gathered logits."""
 
+import torch
+from torch import Tensor
+
 from inkling_engine.kernels._cases import Case, Ranks, normal
+
+
+def _last(rows: int) -> Tensor:
+    """The last sample alone is unsure."""
+    return (torch.arange(rows) == rows - 1).int()
 
 
 def cases() -> list[Case]:
@@ -8,7 +16,7 @@ def cases() -> list[Case]:
     return [
         Case(
             f"{rows}x{columns}-{rank}of{world}-{vocab}",
-            (normal(rows, columns), *Ranks(world, rank).tensors, 6, 7, world, vocab),
+            (normal(rows, columns), _last(rows), *Ranks(world, rank).tensors, 6, 7, world, vocab),
             tolerance=0.0,
         )
         for rows, columns, world, rank, vocab in (

@@ -1,15 +1,19 @@
-"""Logits of the whole vocabulary in one launch (see `_exchange_launches.py`)."""
+"""Logits of the whole vocabulary in one launch (see `_exchange_triton.py`)."""
+# mypy: disable-error-code="import-untyped"
 
 import torch
+import triton
 from torch import Tensor
 
-from inkling_engine.kernels._exchange import exchange_words
-from inkling_engine.kernels._exchange_launches import gathered
-from inkling_engine.kernels._triton import CompileCase, launches, meta
+from inkling_engine.kernels._conv_triton import LAYER_UNIT
+from inkling_engine.kernels._exchange import ABSENT_LOGIT, exchange_words, half_words
+from inkling_engine.kernels._exchange_triton import blocks_of, gather_kernel
+from inkling_engine.kernels._triton import CompileCase, launchable, launches, meta
 
 
 def gather_logits(
     logits: Tensor,
+    unsure: Tensor,
     peers: Tensor,
     exchange: Tensor,
     step_counter: Tensor,
@@ -20,8 +24,17 @@ def gather_logits(
     vocab: int,
 ) -> Tensor:
     """Gather the ranks' columns; see the package docstring."""
-    ranks = peers, exchange, step_counter, rank
-    return gathered(logits, ranks, call, calls, world, vocab)
+    rows, columns = logits.shape
+    whole = logits.new_empty(rows, vocab)
+    block, warps, programs, rounds = blocks_of(rows * columns, 1024)
+    launchable(gather_kernel)[(programs,)](
+        logits, unsure, peers, exchange, step_counter, rank, whole, rows * columns,
+        LAYER_UNIT.value * call, CALLS=calls, WORLD=world, HALF=half_words(exchange.shape[0], world),
+        SAMPLES=rows, LANES=triton.next_power_of_2(rows), COLUMNS=columns, VOCAB=vocab,
+        ABSENT=ABSENT_LOGIT, BLOCK=block, ROUNDS=rounds,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return whole
 
 
 def compile_cases() -> list[CompileCase]:
@@ -31,7 +44,8 @@ def compile_cases() -> list[CompileCase]:
         columns = 201024 // world
         cases += launches(
             f"gather_logits-{rows}-tp{world}", gather_logits,
-            meta(rows, columns, dtype=torch.float32), meta(8, **i64),
+            meta(rows, columns, dtype=torch.float32), meta(rows, dtype=torch.int32),
+            meta(8, **i64),
             meta(exchange_words(4 * rows * columns, world), **i64), meta(4, **i64),
             meta(4, dtype=torch.int32), 85, 86, world, 200058,
         )  # fmt: skip

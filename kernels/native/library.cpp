@@ -4,7 +4,9 @@
 #include "../attention_verify/native.h"
 #include "../attention_prologue/native.h"
 #include "../boundary/native.h"
+#include "../candidates/native.h"
 #include "../commit/native.h"
+#include "../draft_candidates/native.h"
 #include "../draft_commit/native.h"
 #include "../draft_gather/native.h"
 #include "../draft_input/native.h"
@@ -16,6 +18,7 @@
 #include "../head/native.h"
 #include "../linear/native.h"
 #include "../moe/native.h"
+#include "../resample/native.h"
 #include "../rmsnorm/native.h"
 #include "../router/native.h"
 #include "../sample/native.h"
@@ -28,7 +31,9 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("attention_verify", TORCH_BOX(&inkling::attention_verify));
   m.impl("attention_prologue", TORCH_BOX(&inkling::attention_prologue));
   m.impl("boundary", TORCH_BOX(&inkling::boundary));
+  m.impl("candidates", TORCH_BOX(&inkling::candidates));
   m.impl("commit", TORCH_BOX(&inkling::commit));
+  m.impl("draft_candidates", TORCH_BOX(&inkling::draft_candidates));
   m.impl("draft_commit", TORCH_BOX(&inkling::draft_commit));
   m.impl("draft_gather", TORCH_BOX(&inkling::draft_gather));
   m.impl("draft_input", TORCH_BOX(&inkling::draft_input));
@@ -40,6 +45,7 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, m) {
   m.impl("head", TORCH_BOX(&inkling::head));
   m.impl("linear", TORCH_BOX(&inkling::linear));
   m.impl("moe", TORCH_BOX(&inkling::moe));
+  m.impl("resample", TORCH_BOX(&inkling::resample));
   m.impl("rmsnorm", TORCH_BOX(&inkling::rmsnorm));
   m.impl("router", TORCH_BOX(&inkling::router));
   m.impl("sample", TORCH_BOX(&inkling::sample));

@@ -19,6 +19,7 @@ enum Ints : int64_t {
 };
 enum Floats : int64_t { TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, FLOAT_HEADER = 8 };
 enum Admit : int64_t { ADMIT_SLOT, ADMIT_LENGTH, ADMIT_GENERATED, ADMIT_HEADER = 4 };
+enum Counter : int64_t { STEPS, WHOLE_STEPS, WHOLE_SAMPLES, LAST_WHOLE };
 enum Flags : int32_t { SAMPLE = 1, FROM_TABLE = 2 };
 enum Finish : int32_t { NONE, STOP, MAX_LENGTH, NON_FINITE };
 

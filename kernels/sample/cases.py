@@ -136,7 +136,7 @@ _CHANGES = [
     Request(bias=((5, 40.0),), stops=(5, 9), min_tokens=4),
     Request(temperature=0.7, repetition=0.8, stops=(1,), min_tokens=9),
 ]
-_FILTERS = [
+FILTERS = [
     Request(temperature=1.0),
     Request(temperature=0.8, top_k=1, top=2),
     Request(temperature=2.5, top_k=7, seed=(-1, -1)),
@@ -153,12 +153,12 @@ def cases() -> list[Case]:
     return [
         *(_case("greedy", [Request()] * 3, vocab) for vocab in (50, 150, 2040)),
         *(_case("changes", _CHANGES, vocab) for vocab in (50, 150)),
-        *(_case("filters", _FILTERS, vocab) for vocab in (50, 150, 2040)),
+        *(_case("filters", FILTERS, vocab) for vocab in (50, 150, 2040)),
         _case(
             "not-finite", [Request(), Request(temperature=1.0), Request(top=1)], 67, _not_finite(67)
         ),
         _verify("verify-changes", _CHANGES, 50),
-        _verify("verify-filters", _FILTERS, 150),
+        _verify("verify-filters", FILTERS, 150),
         _verify("verify-one", [Request(1.0, presence=1.0, top_p=0.9)], 67, drafts=8),
         _case("tied", [Request(), Request(temperature=1.0, top_k=2)], 67, _tied(67)),
     ]

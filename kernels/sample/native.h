@@ -162,13 +162,19 @@ class Filter {
   std::vector<int32_t> ids_;
 };
 
-// One row's line of the request table.
+// An id and its value; none below it.
+struct Best {
+  int32_t id = 0;
+  float value = -INFINITE;
+};
+
+// One row's line of the request table. Logits and counts begin with those of the id `first`.
 struct Request {
   const int32_t *ints, *counts;
   const float* floats;
   int64_t generated, stop_ids, bias_ids;
   const int32_t* ahead;  // so many drafts count as generated
-  int64_t drafts;
+  int64_t drafts, first = 0;
 
   bool stops_masked() const { return generated + drafts < ints[table::MIN_TOKENS]; }
 
@@ -182,16 +188,16 @@ struct Request {
   void process(std::vector<float>& logits) const {
     const int32_t *stops = ints + table::INT_HEADER, *biased = stops + stop_ids;
     for (int64_t i = 0; i < bias_ids; i++)
-      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0 && static_cast<size_t>(biased[i]) < logits.size())
-        logits[biased[i]] += bias;
+      if (float bias = floats[table::FLOAT_HEADER + i]; bias != 0 && has(biased[i], logits))
+        logits[biased[i] - first] += bias;
     for (int64_t i = 0; stops_masked() && i < stop_ids; i++)
-      if (static_cast<size_t>(stops[i]) < logits.size()) logits[stops[i]] = -INFINITE;
+      if (has(stops[i], logits)) logits[stops[i] - first] = -INFINITE;
     float repetition = floats[table::REPETITION];
     float frequency = floats[table::FREQUENCY], presence = floats[table::PRESENCE];
     std::vector<int32_t> raised;
     if (drafts > 0) raised.assign(counts, counts + logits.size());
     for (int64_t i = 0; i < drafts; i++)
-      if (static_cast<size_t>(ahead[i]) < logits.size()) raised[ahead[i]]++;
+      if (has(ahead[i], logits)) raised[ahead[i] - first]++;
     const int32_t* seen = drafts > 0 ? raised.data() : counts;
     for (size_t id = 0; id < logits.size(); id++) {
       float logit = logits[id], repeated = logit > 0 ? logit / repetition : logit * repetition;
@@ -201,38 +207,129 @@ struct Request {
     }
   }
 
-  // The noisy choice among the ids that pass the filters, if `filtered`; `logits` becomes logits / T.
-  int32_t draw(std::vector<float>& logits, int64_t position, bool filtered) const {
-    float temperature = floats[table::TEMPERATURE];
-    for (float& logit : logits) logit /= temperature;
-    Filter filter(logits, filtered ? floats[table::MIN_P] : 0.0f);
-    if (filtered) filter.keep_top_k(ints[table::TOP_K]);
-    if (filtered) filter.keep_top_p(floats[table::TOP_P]);
-    int32_t best = 0;
-    float best_value = -INFINITE;
-    for (size_t first = 0; first < filter.ids().size(); first += CHUNK) {
-      int64_t count = std::min<int64_t>(CHUNK, filter.ids().size() - first);
+  float noisy(float value, int32_t id, int64_t position) const {
+    return value + gumbel(philox(id, position, 0, 0, ints[table::SEED_LOW], ints[table::SEED_HIGH]));
+  }
+
+  // The highest of `values` with noise among the ids `kept`, which count from `first`.
+  Best noisiest(const std::vector<float>& values, const std::vector<int32_t>& kept, int64_t position) const {
+    Best best;
+    for (size_t begin = 0; begin < kept.size(); begin += CHUNK) {
+      int64_t count = std::min<int64_t>(CHUNK, kept.size() - begin);
       uint32_t ids[CHUNK] = {};
       float noise[CHUNK];
-      std::copy_n(&filter.ids()[first], count, ids);
+      for (int64_t i = 0; i < count; i++) ids[i] = static_cast<uint32_t>(kept[begin + i] + first);
       gumbel_chunk(ids, position, ints[table::SEED_LOW], ints[table::SEED_HIGH], noise);
       for (int64_t i = 0; i < count; i++) {
         int32_t id = ids[i];
-        float value = logits[id] + noise[i];
-        if (value > best_value || (value == best_value && id < best)) best_value = value, best = id;
+        float value = values[kept[begin + i]] + noise[i];
+        if (value > best.value || (value == best.value && id < best.id)) best = {id, value};
       }
     }
     return best;
   }
 
-  int32_t choose(const float* raw, int64_t vocab, int64_t position, bool filtered = true) const {
+  // The noisy choice among the ids that pass the filters, if `filtered`; `logits` becomes logits / T.
+  Best draw(std::vector<float>& logits, int64_t position, bool filtered) const {
+    float temperature = floats[table::TEMPERATURE];
+    for (float& logit : logits) logit /= temperature;
+    Filter filter(logits, filtered ? floats[table::MIN_P] : 0.0f);
+    if (filtered) filter.keep_top_k(ints[table::TOP_K]);
+    if (filtered) filter.keep_top_p(floats[table::TOP_P]);
+    return noisiest(logits, filter.ids(), position);
+  }
+
+  // The choice from the logits of `count` ids.
+  Best choose(const float* raw, int64_t count, int64_t position, bool filtered = true) const {
     bool greedy = floats[table::TEMPERATURE] == 0;
-    if (greedy && !changes_logits()) return first_largest(raw, vocab);
-    std::vector<float> logits(raw, raw + vocab);
+    if (greedy && !changes_logits()) return highest(raw, count);
+    std::vector<float> logits(raw, raw + count);
     if (changes_logits()) process(logits);
-    return greedy ? first_largest(logits.data(), vocab) : draw(logits, position, filtered);
+    return greedy ? highest(logits.data(), count) : draw(logits, position, filtered);
+  }
+
+ private:
+  bool has(int32_t id, const std::vector<float>& logits) const {
+    return static_cast<size_t>(id - first) < logits.size();
+  }
+
+  Best highest(const float* values, int64_t count) const {
+    int32_t at = first_largest(values, count);
+    return {static_cast<int32_t>(at + first), values[at]};
   }
 };
+
+// The requests behind a step's samples.
+struct Step {
+  const Tensor &token_counts, &request_state, &request_ints, &request_floats, &tokens, &token_rows, &slots, &starts,
+      &lengths, &sample_rows;
+  int64_t stop_ids, bias_ids, drafts;
+
+  // That of sample `s`, whose logits begin with the id `first`.
+  Request request(int64_t s, int64_t first = 0) const {
+    int64_t at = data<int32_t>(sample_rows)[s], row = data<int32_t>(token_rows)[at];
+    int64_t begin = data<int32_t>(starts)[row], slot = data<int32_t>(slots)[row];
+    return {data<int32_t>(request_ints) + slot * request_ints.size(1),
+            data<int32_t>(token_counts) + slot * token_counts.size(1) + first,
+            data<float>(request_floats) + slot * request_floats.size(1),
+            data<int32_t>(request_state)[slot * table::STATE_WIDTH + table::GENERATED],
+            stop_ids,
+            bias_ids,
+            data<int32_t>(tokens) + begin + 1,
+            drafts ? at - begin : 0,
+            first};
+  }
+
+  // Where the token of sample `s` is to stand.
+  int64_t position(int64_t s) const {
+    int64_t at = data<int32_t>(sample_rows)[s], row = data<int32_t>(token_rows)[at];
+    return data<int32_t>(lengths)[row] + at - data<int32_t>(starts)[row] + 1;
+  }
+};
+
+// Results of `samples` samples with up to `top` most likely ids each.
+struct Results {
+  Tensor chosen, logprobs, top_tokens, top_logprobs;
+
+  static Results of(int64_t samples, int64_t top) {
+    return {make(ScalarType::Int, {samples}), make(ScalarType::Float, {samples}),
+            make(ScalarType::Int, {samples, top}), make(ScalarType::Float, {samples, top})};
+  }
+
+  int64_t top() const { return top_tokens.size(1); }
+  int32_t* tops(int64_t s) const { return data<int32_t>(top_tokens) + s * top(); }
+  float* top_logprobs_of(int64_t s) const { return data<float>(top_logprobs) + s * top(); }
+  int64_t wanted(const Request& request) const {
+    return std::clamp<int64_t>(request.ints[table::TOP_LOGPROBS], 0, top());
+  }
+
+  // Token 0; the logprob and the `wanted` top ones are `logprob`.
+  void fill(int64_t s, float logprob, int64_t wanted) const {
+    data<int32_t>(chosen)[s] = 0;
+    data<float>(logprobs)[s] = logprob;
+    std::fill_n(tops(s), top(), 0);
+    std::fill_n(top_logprobs_of(s), top(), 0.0f);
+    std::fill_n(top_logprobs_of(s), wanted, logprob);
+  }
+};
+
+constexpr float NOT_FINITE = std::numeric_limits<float>::quiet_NaN();
+
+// The result of sample `s` with the logits `raw` of all ids.
+inline void draw_sample(const Step& step, const float* raw, int64_t vocab, int64_t s, const Results& results) {
+  Request request = step.request(s);
+  int64_t wanted = results.wanted(request);
+  if (!all_finite(raw, vocab)) return results.fill(s, NOT_FINITE, wanted);
+  results.fill(s, 0, 0);
+  float maximum = largest(raw, vocab);
+  float log_sum = std::log(lane_sum(vocab, [&](int64_t i) { return exponential(raw[i] - maximum); }));
+  auto log_softmax = [&](int32_t id) { return raw[id] - maximum - log_sum; };
+  int32_t token = request.choose(raw, vocab, step.position(s)).id, *tops = results.tops(s);
+  data<int32_t>(results.chosen)[s] = token;
+  data<float>(results.logprobs)[s] = log_softmax(token);
+  top_ids(raw, vocab, wanted, tops);
+  std::transform(tops, tops + wanted, results.top_logprobs_of(s), log_softmax);
+}
 
 }  // namespace sampling
 
@@ -244,43 +341,14 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> sample(
   int64_t samples = logits.size(0), vocab = logits.size(1);
   STD_TORCH_CHECK(top <= vocab, "more top logprobs than tokens");
   STD_TORCH_CHECK(token_counts.size(1) == vocab, "token counts and logits differ in vocabulary");
-  Tensor chosen = make(ScalarType::Int, {samples}), logprobs = make(ScalarType::Float, {samples});
-  Tensor top_tokens = make(ScalarType::Int, {samples, top}), top_logprobs = make(ScalarType::Float, {samples, top});
+  sampling::Step step{token_counts, request_state, request_ints, request_floats, tokens,   token_rows, slots,
+                      starts,       lengths,       sample_rows,  stop_ids,       bias_ids, drafts};
+  sampling::Results results = sampling::Results::of(samples, top);
   for (int64_t s = 0; s < samples; s++) {
-    int32_t *token = data<int32_t>(chosen) + s, *best = data<int32_t>(top_tokens) + s * top;
-    float *logprob = data<float>(logprobs) + s, *best_logprobs = data<float>(top_logprobs) + s * top;
-    const float* raw = data<float>(logits) + s * vocab;
-    bool emit = data<int32_t>(emits)[s] != 0;
-    int64_t at = emit ? data<int32_t>(sample_rows)[s] : 0, row = emit ? data<int32_t>(token_rows)[at] : 0;
-    int64_t begin = data<int32_t>(starts)[row], slot = emit ? data<int32_t>(slots)[row] : 0;
-    const int32_t* ints = data<int32_t>(request_ints) + slot * request_ints.size(1);
-    int64_t wanted = emit ? std::clamp<int64_t>(ints[table::TOP_LOGPROBS], 0, top) : 0;
-    std::fill_n(best, top, 0);
-    std::fill_n(best_logprobs, top, 0.0f);
-    if (!emit || !sampling::all_finite(raw, vocab)) {
-      float nothing = emit ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
-      *token = 0;
-      *logprob = nothing;
-      std::fill_n(best_logprobs, wanted, nothing);
-      continue;
-    }
-    sampling::Request request{ints,
-                              data<int32_t>(token_counts) + slot * vocab,
-                              data<float>(request_floats) + slot * request_floats.size(1),
-                              data<int32_t>(request_state)[slot * table::STATE_WIDTH + table::GENERATED],
-                              stop_ids,
-                              bias_ids,
-                              data<int32_t>(tokens) + begin + 1,
-                              drafts ? at - begin : 0};
-    float maximum = sampling::largest(raw, vocab);
-    float log_sum = std::log(lane_sum(vocab, [&](int64_t i) { return exponential(raw[i] - maximum); }));
-    auto log_softmax = [&](int32_t id) { return raw[id] - maximum - log_sum; };
-    *token = request.choose(raw, vocab, data<int32_t>(lengths)[row] + at - begin + 1);
-    *logprob = log_softmax(*token);
-    sampling::top_ids(raw, vocab, wanted, best);
-    std::transform(best, best + wanted, best_logprobs, log_softmax);
+    if (data<int32_t>(emits)[s]) sampling::draw_sample(step, data<float>(logits) + s * vocab, vocab, s, results);
+    else results.fill(s, 0, 0);
   }
-  return {chosen, logprobs, top_tokens, top_logprobs};
+  return {results.chosen, results.logprobs, results.top_tokens, results.top_logprobs};
 }
 
 }  // namespace inkling

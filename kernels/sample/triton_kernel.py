@@ -9,6 +9,8 @@
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -65,29 +67,13 @@ def offset_of(s, row, sample_rows, starts):
 
 
 @triton.jit
-def scan_kernel(
-    logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows, slots,
-    starts, lengths, sample_rows, emits, scaled, maxima, sums, best, top_keys, LINES: tl.constexpr,
-    VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr,
-    FLOATS: tl.constexpr, STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr,
-    BIAS_LANES: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+def scan_chunk(
+    chunk, s, row, slot, ints, floats, wanted, generated, temperature, logits, token_counts, tokens,
+    starts, lengths, sample_rows, scaled, maxima, sums, best, top_keys, VOCAB: tl.constexpr,
+    STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr, BIAS_LANES: tl.constexpr, TOP: tl.constexpr,
+    DRAFTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """maxima (NaN if a logit is not finite), sums, best keys [S, CHUNKS], top_keys [S, CHUNKS, TOP]
-
-    and, for samples with filters, the processed logits over the temperature, `scaled` [S, VOCAB].
-    """
-    chunk, s = tl.program_id(0), tl.program_id(1)
-    row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
-    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
-    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
-    emit = tl.load(emits + s)
-    wanted = tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)
-    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
-    temperature = tl.load(floats + TEMPERATURE)
-    follow()  # only the logits come from the launch before
-    if emit == 0:
-        return
+    """What `scan_kernel` writes of one chunk of a sample."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = index < VOCAB
     line = s.to(tl.int64) * VOCAB + index
@@ -119,6 +105,37 @@ def scan_kernel(
             offset = offset_of(s, row, sample_rows, starts)
             value += gumbel(index, tl.load(lengths + row) + offset + 1, ints)
     tl.store(best + cell, tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0))
+
+
+@triton.jit
+def scan_kernel(
+    logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows, slots,
+    starts, lengths, sample_rows, emits, scaled, maxima, sums, best, top_keys, LINES: tl.constexpr,
+    VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr,
+    FLOATS: tl.constexpr, STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr,
+    BIAS_LANES: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """maxima (NaN if a logit is not finite), sums, best keys [S, CHUNKS], top_keys [S, CHUNKS, TOP]
+
+    and, for samples with filters, the processed logits over the temperature, `scaled` [S, VOCAB].
+    """
+    chunk, s = tl.program_id(0), tl.program_id(1)
+    row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
+    slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
+    ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
+    emit = tl.load(emits + s)
+    wanted = tl.minimum(tl.load(ints + TOP_LOGPROBS), TOP)
+    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
+    temperature = tl.load(floats + TEMPERATURE)
+    follow()  # only the logits come from the launch before
+    if emit == 0:
+        return
+    scan_chunk(
+        chunk, s, row, slot, ints, floats, wanted, generated, temperature, logits, token_counts,
+        tokens, starts, lengths, sample_rows, scaled, maxima, sums, best, top_keys, VOCAB, STOP_IDS,
+        BIAS_IDS, BIAS_LANES, TOP, DRAFTS, CHUNK, CHUNKS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -232,9 +249,9 @@ def pick_kernel(
     LINES: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """A sample's token, its logprob and the top ones."""
+    """A sample's token, its logprob and the top ones; if AGAIN only those of samples that emit."""
     s = tl.program_id(0)
     emit, lane = tl.load(emits + s) != 0, tl.arange(0, LANES)
     row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
@@ -242,6 +259,9 @@ def pick_kernel(
     ints, floats = request_ints + slot * INTS, request_floats + slot * FLOATS
     filtered = is_filtered(ints, floats)
     follow()  # rows' settings are older than the launch before
+    if AGAIN:  # noqa: SIM102  (a constant: no branch is compiled without it)
+        if emit == 0:
+            return
     here = emit & (lane < CHUNKS)
     maximum = tl.load(maxima + s * CHUNKS + lane, mask=here, other=-float("inf"))
     total = tl.load(sums + s * CHUNKS + lane, mask=here, other=0.0)
@@ -298,6 +318,42 @@ def sample(
     drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens and logprobs of a step; see the package docstring."""
+    samples = logits.shape[0]
+    chosen, logprobs = slots.new_empty(samples), logits.new_empty(samples)
+    top_tokens, top_logprobs = slots.new_empty(samples, top), logits.new_empty(samples, top)
+    state = token_counts, request_state, request_ints, request_floats
+    step = tokens, token_rows, slots, starts, lengths, sample_rows, emits
+    results = chosen, logprobs, top_tokens, top_logprobs
+    launch_sample(logits, *state, *step, stop_ids, bias_ids, top, drafts, *results)
+    return results
+
+
+def launch_sample(
+    logits: Tensor,
+    token_counts: Tensor,
+    request_state: Tensor,
+    request_ints: Tensor,
+    request_floats: Tensor,
+    tokens: Tensor,
+    token_rows: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    sample_rows: Tensor,
+    emits: Tensor,
+    stop_ids: int,
+    bias_ids: int,
+    top: int,
+    drafts: int,
+    chosen: Tensor,
+    logprobs: Tensor,
+    top_tokens: Tensor,
+    top_logprobs: Tensor,
+    scan: Any = scan_kernel,
+    warps: int = 4,
+    span: int = 0,
+) -> None:
+    """Write what samples that emit give, and zeros of others unless a program scans `span` chunks."""
     samples, vocab = logits.shape
     chunk = min(CHUNK, triton.next_power_of_2(vocab))
     chunks = triton.cdiv(vocab, chunk)
@@ -305,27 +361,23 @@ def sample(
     maxima, sums = logits.new_empty(samples, chunks), logits.new_empty(samples, chunks)
     best = logits.new_empty(samples, chunks, dtype=torch.int64)
     top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
-    chosen, logprobs = slots.new_empty(samples), logits.new_empty(samples)
-    top_tokens, top_logprobs = slots.new_empty(samples, top), logits.new_empty(samples, top)
-    lines, ints = request_ints.shape
+    (lines, ints), lanes = request_ints.shape, triton.next_power_of_2(chunks)
     sizes = {"LINES": lines, "VOCAB": vocab, "INTS": ints, "FLOATS": request_floats.shape[1]}
     sizes |= {"TOKENS": tokens.shape[0], "ROWS": slots.shape[0]}
-    launchable(scan_kernel)[(chunks, samples)](
+    launchable(scan)[(triton.cdiv(chunks, span or 1), samples)](
         logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows,
         slots, starts, lengths, sample_rows, emits, scaled, maxima, sums, best, top_keys, **sizes,
         STOP_IDS=stop_ids, BIAS_IDS=bias_ids,
         BIAS_LANES=triton.next_power_of_2(max(1, bias_ids)), TOP=top, DRAFTS=drafts, CHUNK=chunk,
-        CHUNKS=chunks, num_warps=4,
+        CHUNKS=chunks, **({"SPAN": span} if span else {}), num_warps=warps,
     )  # fmt: skip
     launchable(pick_kernel)[(samples,)](
         logits, request_ints, request_floats, token_rows, slots, starts, lengths, sample_rows,
         emits, scaled, maxima, sums, best, top_keys, chosen, logprobs, top_tokens, top_logprobs,
         **sizes, TOP=top, DRAFTS=drafts, CHUNK=chunk, CHUNKS=chunks,
-        LANES=triton.next_power_of_2(chunks),
-        TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
-        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
+        LANES=lanes, TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
+        UNROLL=min(UNROLL, lanes), AGAIN=span > 0, num_warps=16,
     )  # fmt: skip
-    return chosen, logprobs, top_tokens, top_logprobs
 
 
 def compile_cases() -> list[CompileCase]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from bench.timing import copies_for
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from inkling_engine.kernels import table
 from inkling_engine.kernels._cases import Ranks
+from inkling_engine.kernels.draft_candidates import draft_candidates
 from inkling_engine.kernels.draft_commit import draft_commit
 from inkling_engine.kernels.draft_gather import draft_gather
 from inkling_engine.kernels.draft_input import draft_input
@@ -34,6 +36,7 @@ def cases(target: Target, rows: int) -> Iterator[Case]:
             ("draft_gather", "", gather_work),
             ("draft_input", "", input_work),
             ("draft_sample", "", sample_work),
+            ("draft_candidates", "", candidates_work),
             ("draft_commit", "", commit_work),
             ("sample", "verify", verify_work),
         ]
@@ -133,11 +136,27 @@ def input_work(rounds: Rounds) -> Work:
 
 def sample_work(rounds: Rounds) -> Work:
     """Rows at a temperature, at the fourth depth."""
+    moved = 4.0 * rounds.rows * rounds.target.shape.vocab
+    return work(draft_sample, sample_calls(rounds), moved, 0, "cpu", unequal=0.02)
+
+
+def candidates_work(rounds: Rounds) -> Work:
+    """The same on the first of several ranks; the others, absent, have nothing to read."""
+    target = rounds.target
+    ranks = [tensor.to(target.device) for tensor in Ranks(target.tp).tensors]
+    numbers = 0, 1, target.tp, target.shape.vocab
+    calls = [(*call, *ranks, *numbers) for call in sample_calls(rounds)]
+    moved = 4.0 * rounds.rows * target.shape.vocab
+    return work(draft_candidates, calls, moved, 0, "cpu", unequal=0.02)
+
+
+def sample_calls(rounds: Rounds) -> list[tuple[Any, ...]]:
+    """Arguments of `draft_sample`, each time over other logits."""
     target, meta, vocab = rounds.target, rounds.meta, rounds.target.shape.vocab
     moved = 4 * rounds.rows * vocab
     drafts = torch.zeros(rounds.rows + 1, DRAFTS, dtype=torch.int32, device=target.device)
     rows = meta.slots, meta.starts, meta.lengths, meta.emits
-    calls = [
+    return [
         (
             target.normal(rounds.rows, vocab, dtype=torch.float32, scale=3),
             *rounds.request,
@@ -146,7 +165,6 @@ def sample_work(rounds: Rounds) -> Work:
         )
         for _ in range(min(8, copies_for(moved)))
     ]
-    return work(draft_sample, calls, moved, 0, "cpu", unequal=0.02)
 
 
 def commit_work(rounds: Rounds) -> Work:

@@ -127,6 +127,7 @@ def gather_work(target: Target, rows: int) -> Work:
     calls = [
         (
             target.normal(rows, columns, dtype=torch.float32),
+            torch.ones(rows, dtype=torch.int32, device=target.device),
             *(tensor.to(target.device) for tensor in ranks),
             *(0, 1, world, columns),
         )
@@ -215,13 +216,19 @@ def metadata_work(target: Target, rows: int) -> Work:
 
 def sample_work(target: Target, rows: int, temperature: float) -> Work:
     """Greedy rows, or rows at a temperature with top-p 0.95."""
+    calls, moved = sample_calls(target, rows, temperature), 8.0 * rows * target.shape.vocab
+    return work(sample, calls, moved, 0, "cpu", unequal=0.02 if temperature else 0.0)
+
+
+def sample_calls(target: Target, rows: int, temperature: float) -> list[tuple[Any, ...]]:
+    """Arguments of `sample`, each time over other logits."""
     setting = setting_for(target, rows, 1)
     pools, meta, limits = setting.pools, setting.meta, setting.spec.limits
     _, ints, floats, state, _, _ = _request_tables(setting)
     floats[:, table.TEMPERATURE] = temperature
     floats[:, table.TOP_P] = 0.95 if temperature else 1.0
     moved = 8 * rows * target.shape.vocab
-    calls = [
+    return [
         (
             target.normal(rows, target.shape.vocab, dtype=torch.float32, scale=3),
             pools["token_counts"].clone(),
@@ -232,7 +239,6 @@ def sample_work(target: Target, rows: int, temperature: float) -> Work:
         )
         for _ in range(min(8, copies_for(moved)))
     ]
-    return work(sample, calls, moved, 0, "cpu", unequal=0.02 if temperature else 0.0)
 
 
 def commit_work(target: Target, rows: int) -> Work:

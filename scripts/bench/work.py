@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from inkling_engine.artifacts.spec import ModelShape, StepKind
 from inkling_engine.compile.models.inkling.shape import preset
 from inkling_engine.compile.models.inkling.shard import rank_shape
+from inkling_engine.kernels._exchange import HEADER
 from inkling_engine.kernels._op import Op
 
 MOST_DECODE_ROWS: Final = 128
@@ -113,8 +114,8 @@ def kind_of(tokens: int) -> StepKind:
 def check_op(op: Op, arguments: Sequence[Any], device: str, *, unequal: float = 0.0) -> None:
     """Assert that a call gives what the op's reference gives on `device`, fp32 within.
 
-    Floats are held to a relative L2 distance, mutated arguments where either side changed them.
-    A share of `unequal` integers may differ: a tie may be cut either way.
+    Floats are held to a relative L2 distance, mutated arguments where either side changed them, but
+    for what candidates publish: each implementation reads its own alone. A share of `unequal` integers may differ: a tie may be cut either way.
     """
 
     def there(tensor: Tensor) -> Tensor:
@@ -127,7 +128,10 @@ def check_op(op: Op, arguments: Sequence[Any], device: str, *, unequal: float = 
         wanted = op.reference(*theirs)
     for one, other in zip(_tensors(found), _tensors(wanted), strict=True):
         assert_near(one.to(device), other, f"{op.name} result", unequal)
+    own_format = op.name in ("candidates", "draft_candidates")
     for original, own, other in zip(*map(_tensors, (arguments, ours, theirs)), strict=True):
+        if own_format and original.dtype == torch.int64 and original.numel() > HEADER:
+            continue
         before, one = original.to(device), own.to(device)
         changed = (one != before) | (other != before)
         if bool(changed.any()):

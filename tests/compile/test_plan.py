@@ -261,6 +261,15 @@ def test_the_exchange_holds_the_largest_part_of_a_rank() -> None:
         assert 0 <= bill.exchange - 8 * HEADER - 2 * half < 2 * 256
 
 
+@pytest.mark.parametrize(("tokens", "slot"), [(64, 64 * 4096 * 2), (2048, 2 << 20)])
+def test_the_exchange_of_gpus_has_slots(tokens: int, slot: int) -> None:
+    """Two a rank, for parts of up to 2 MiB."""
+    given: dict[str, Any] = {"decode_buckets": "1", "extend_buckets": f"{tokens}x4", "tp": 8}
+    bill = plan_of("inkling-small", device="cuda", **given).bill
+    half = tokens * 4096 * 2
+    assert bill.exchange == 8 * HEADER + 2 * half + 2 * 8 * slot
+
+
 def test_a_rank_of_many_needs_less() -> None:
     """What is split is less, what every rank has is not."""
     one, two, four = (plan_of("inkling-tiny", device="cpu", tp=tp).bill for tp in (1, 2, 4))

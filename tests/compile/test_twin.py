@@ -97,7 +97,7 @@ def test_one_rank_of_several_passes(tp: int, drafts: int) -> None:
 
 
 def test_faults_of_one_rank_of_several_are_found() -> None:
-    """The columns of the absent ranks, far below all others, must not hide them."""
+    """The first rank is proved alone, without what the others would add."""
     spec = spec_of(tp=2)
     for after in (_wrong_logit, _late_window, _lost_length, _other_token):
         with pytest.raises(FailedError):

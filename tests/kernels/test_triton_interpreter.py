@@ -28,6 +28,7 @@ pytest.importorskip("triton", reason="needs Triton")
 GROUPS = (
     ("experts", "moe", "router", "swiglu", "rmsnorm", "embed_norm"),
     ("sample", "commit", "step_metadata", "linear", "head", "gather_logits"),
+    ("candidates", "resample", "draft_candidates"),
     ("attention_decode", "attention_extend", "attention_verify"),
     ("attention_prologue", "boundary"),
     ("draft_metadata", "draft_gather", "draft_input", "draft_sample", "draft_commit"),

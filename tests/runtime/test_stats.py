@@ -44,6 +44,7 @@ def test_counts_of_a_small_run(engine: Engine) -> None:
     assert sum(bucket.steps for bucket in seen.buckets.values()) == engine.steps
     assert (seen.first_token.count, seen.per_token.count) == (2, 2)
     assert (seen.prefix_hits, seen.prefix_tokens, seen.preemptions) == (0, 0, 0)
+    assert seen.whole_logits == (0, 0)
     engine.step()
     assert (watch.stats().running, watch.stats().pools["slots"].live) == (2, 2)
     assert (seen.running, seen.pools["slots"].live) == (0, 0), "a snapshot does not change"

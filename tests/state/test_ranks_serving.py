@@ -17,9 +17,12 @@ from support.engines import open_engine
 from support.ranks import AllRanks, convert
 from support.rig import Model, StepCode, native_step
 
+from inkling_engine.compile import steps
+from inkling_engine.kernels._candidates import BUDGET
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.requests import Choice, Request
 from inkling_engine.runtime.sampling import SamplingParams
+from inkling_engine.runtime.stats import StatsCollector, whole_logits
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -70,11 +73,20 @@ def require_close(found: Choice, expected: Choice) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("depth", "budget"), [(0, BUDGET), (2, BUDGET), (0, 2), (2, 2)])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_hits_and_company(opened: Callable[..., Opened], tp: int, depth: int) -> None:
-    """Prompts that share beginnings, twice, all at once; the second time from the prefix cache."""
+def test_hits_and_company(
+    opened: Callable[..., Opened],
+    monkeypatch: pytest.MonkeyPatch,
+    tp: int,
+    depth: int,
+    budget: int,
+) -> None:
+    """Prompts that share beginnings, twice, all at once; the second time from the prefix cache. With
+    a small budget rows with filters are now and then drawn from whole logits."""
+    monkeypatch.setattr(steps, "BUDGET", budget)
     one, several = opened(tp, depth)
+    watch = StatsCollector(several)
     prompts = [prompt_of(5 + 4 * n, n) for n in range(9)]
     asks = [params(n, 14) for n in range(9)]
     for _ in range(2):
@@ -82,6 +94,9 @@ def test_hits_and_company(opened: Callable[..., Opened], tp: int, depth: int) ->
         for found, other in zip(several.generate(prompts, asks), expected, strict=True):
             require_close(found.choices[0], other.choices[0])
     assert several.scheduler.cached_tokens == one.scheduler.cached_tokens > 0
+    whole = watch.stats().whole_logits
+    assert (budget == 2) <= whole[0] <= whole[1]
+    assert whole_logits(one) == (0, 0)
     several.step()
     several.scheduler.check()
 

@@ -50,7 +50,7 @@ class Ranks:
         return self.machines[0].spec
 
     def step(self, bucket: Bucket, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """One step of every rank; each one's logits [samples, real vocabulary]."""
+        """One step of every rank; each one's columns of the logits."""
         inputs = program_inputs(self.spec, bucket, ())
         return self.run(bucket, [machine.rows(inputs, chunks) for machine in self.machines])
 
@@ -113,7 +113,7 @@ class AllRanks:
         pools: Mapping[str, Tensor],
         rows: Mapping[str, Tensor],
     ) -> Tensor:
-        """Run `bucket` on all ranks; logits [rows, real vocabulary]."""
+        """Run `bucket` on all ranks; logits [rows, rank 0's columns]."""
         if self._ranks is None:
             own = Machine(spec, weights)
             own.pools = dict(pools)

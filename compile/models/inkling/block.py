@@ -20,7 +20,6 @@ from inkling_engine.kernels.attention_decode import attention_decode
 from inkling_engine.kernels.attention_prologue import attention_prologue
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.experts import experts
-from inkling_engine.kernels.gather_logits import gather_logits
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.moe import moe
 from inkling_engine.kernels.router import router
@@ -75,17 +74,6 @@ class Place(NamedTuple):
 def exchange(pools: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Where ranks meet, in the order of the ops' arguments (`kernels/_exchange.py`)."""
     return pools["peers"], pools["exchange"], pools["step_counter"], pools["rank"]
-
-
-def whole(
-    logits_SC: Tensor, pools: Mapping[str, Tensor], calls: Calls, world: int, vocab: int
-) -> Tensor:
-    """Logits [S, `vocab`] out of all ranks' columns."""
-    ranks, numbers = exchange(pools), calls.take()
-    if world == 1:
-        return logits_SC
-    logits_SV: Tensor = gather_logits(logits_SC, *ranks, *numbers, world, vocab)
-    return logits_SV
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Numbers of a program's collectives, in the order in which it makes them (`kernels/_exchange.py`).
 
-Every program of an engine makes the same ones: the embedding, two boundaries a layer and the logits;
-each draft depth again as many for its block. What stands behind the commit, which lets the step counter
+Every program of an engine makes the same ones: the embedding, two boundaries a layer, the candidates and,
+of several ranks, the whole logits; each draft depth as many for its block, but never whole logits. What stands behind the commit, which lets the step counter
 grow, is numbered back from the next step's first.
 """
 
@@ -16,7 +16,7 @@ class Calls:
     def __init__(self, spec: EngineSpec) -> None:
         """A program of `spec` that has made no call."""
         blocks = spec.shape.layers + spec.spec_depth
-        self.total = 2 * blocks + 2 * (1 + spec.spec_depth)
+        self.total = 2 * blocks + 2 * (1 + spec.spec_depth) + (spec.tp > 1)
         self.made = 0
         self._step = 0
 

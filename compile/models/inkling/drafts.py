@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import EngineSpec
-from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange, whole
+from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange
 from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_verify import attention_verify
@@ -38,8 +38,8 @@ class DraftDecoder:
     calls: Calls
 
     def logits(self, hidden_TH: Tensor) -> Iterator[Tensor]:
-        """Logits [R, V] float32 of each depth in turn, from the target's hidden rows; a depth reads
-        the draft that was chosen from the logits before it."""
+        """Logits [R, C] float32 of each depth in turn, from the target's hidden rows: this rank's
+        columns, or as many as the draft vocabulary has. A depth reads the draft that was chosen from the logits before it."""
         spec, w, meta = self.spec, self.weights, self.meta
         attention = self._attention()
         blocks = Blocks(spec.shape, w, self.pools, meta, attention, 0, spec.tp, self.calls)
@@ -53,7 +53,7 @@ class DraftDecoder:
                 1.0 / spec.shape.mup,
                 min(spec.draft_vocab, w["head"].shape[0]),
             )
-            yield whole(logits_RC, self.pools, self.calls, spec.tp, spec.draft_vocab)
+            yield logits_RC
 
     def _attention(self) -> Attention:
         first, meta = self.spec.spec_depth, self.meta

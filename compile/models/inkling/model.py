@@ -1,6 +1,6 @@
 """Inkling's text decoder (spec section 2) over packed tokens, as a sequence of ops.
 
-Shape suffixes: T tokens of the step, S sampled rows, H hidden, V vocabulary. Everything that
+Shape suffixes: T tokens of the step, S sampled rows, H hidden, C a rank's vocabulary. Everything that
 depends on the rows (positions, windows, pages, snapshot destinations) was resolved once, in `meta`.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, ModelShape
-from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange, whole
+from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange
 from inkling_engine.compile.models.inkling.calls import Calls
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_verify import attention_verify
@@ -53,8 +53,10 @@ class Decoder:
         return x_TH
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """Logits [S, V] float32 after each sampled token, V the real vocabulary; the same on all ranks."""
+        """Logits [S, C] float32 after each sampled token: this rank's columns, or as many as the real
+        vocabulary has."""
         w, s, meta = self.weights, self.shape, self.meta
-        vocab = min(s.real_vocab, w["head"].shape[0])
-        logits_SV: Tensor = head(x_TH, w["head"], meta.sample_rows, meta.emits, 1.0 / s.mup, vocab)
-        return whole(logits_SV, self.pools, self.calls, self.world, s.real_vocab)
+        columns = min(s.real_vocab, w["head"].shape[0])
+        rows = meta.sample_rows, meta.emits
+        logits_SC: Tensor = head(x_TH, w["head"], *rows, 1.0 / s.mup, columns)
+        return logits_SC
