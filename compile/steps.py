@@ -43,6 +43,7 @@ TABLE_POOLS = (
     "snapshot_lengths",
     "draft_tokens",
 )
+GUESSED_FROM = "token_counts", "request_state", "request_ints", "request_floats", "draft_tokens"
 ROW_INPUTS = (
     "row_slots",
     "row_counts",
@@ -175,11 +176,7 @@ def draft_phase(
     for depth, logits in enumerate(decoder.logits(first)):
         guess = (
             logits,
-            pools["token_counts"],
-            pools["request_state"],
-            pools["request_ints"],
-            pools["request_floats"],
-            pools["draft_tokens"],
+            *(pools[name] for name in GUESSED_FROM),
             meta.ids,
             *rows,
             meta.emits,
