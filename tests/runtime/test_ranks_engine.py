@@ -113,7 +113,9 @@ def test_each_rank_takes_what_the_bill_says(four_rank_engine: Path) -> None:
     assert taken["tp"] == len(taken["ranks"]) == 4
     for rank in taken["ranks"]:
         assert (rank["device"], rank["planned"]) == ("cpu", plan)
-        assert plan["weights"] < rank["measured"]["used"] < bill.total
+        assert plan["weights"] < rank["measured"]["used"]
+    for rank in taken["ranks"][1:]:  # rank 0 is this process, which has run other tests too
+        assert rank["measured"]["used"] < bill.total
     used = [rank["measured"]["used"] for rank in taken["ranks"]]
     assert len(set(used)) > 1, "each rank is asked"
 
