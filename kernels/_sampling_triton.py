@@ -1,4 +1,4 @@
-"""What a token is chosen by, for `sample` and `draft_sample`: penalties, noise, order of values.
+"""What a token is chosen by, for all ops that sample: rows, penalties, noise, order of values.
 
 (value, id) pairs are ordered as one int64: highest value first, then lowest id.
 """
@@ -109,3 +109,54 @@ def processed(
         output = (count & COUNTED).to(tl.float32)
         logit = logit - frequency * output - tl.where(output > 0.0, presence, 0.0)
     return logit
+
+
+@triton.jit
+def row_of(
+    s, sample_rows, token_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr
+):
+    """The row of sample `s`; without drafts it is row `s`, which needs no look."""
+    row = s
+    if DRAFTS > 0:
+        at = tl.minimum(tl.maximum(tl.load(sample_rows + s), 0), TOKENS - 1)
+        row = tl.minimum(tl.maximum(tl.load(token_rows + at), 0), ROWS - 1)
+    return row
+
+
+@triton.jit
+def offset_of(s, row, sample_rows, starts):
+    """How many tokens of its row stand before the one that sample `s` is behind."""
+    return tl.load(sample_rows + s) - tl.load(starts + row)
+
+
+@triton.jit
+def keep_raw(raw, index, mask, cell, wanted, maxima, sums, top_keys, TOP: tl.constexpr):
+    """Write what is known of a chunk's raw logits: their maximum, the sum of their exponentials and the
+    `wanted` highest."""
+    finite = tl.min((~mask | (tl.abs(raw) < float("inf"))).to(tl.int32), axis=0)
+    maximum = tl.max(raw, axis=0)
+    power = tl.where(mask, tl.exp(raw - maximum), 0.0)
+    tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
+    tl.store(sums + cell, tl.sum(power, axis=0))
+    key = tl.where(mask, ranked(raw, index), NOTHING)
+    for place in range(wanted):
+        highest = tl.max(key, axis=0)
+        tl.store(top_keys + cell * TOP + place, highest)
+        key = tl.where(key == highest, NOTHING, key)
+
+
+@triton.jit
+def processed_behind(
+    s, row, slot, raw, index, mask, ints, floats, generated, token_counts, tokens, starts,
+    sample_rows, VOCAB: tl.constexpr, STOP_IDS: tl.constexpr, BIAS_IDS: tl.constexpr,
+    BIAS_LANES: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """A sample's logits after bias, stop mask and penalties; drafts before it count as generated."""
+    counts, ahead, drafts = token_counts + slot * VOCAB, tokens, 0
+    if DRAFTS > 0:
+        ahead = tokens + tl.load(starts + row) + 1
+        drafts = tl.minimum(tl.maximum(offset_of(s, row, sample_rows, starts), 0), DRAFTS)
+    return processed(
+        raw, index, mask, counts, ints, floats, generated, ahead, drafts, STOP_IDS, BIAS_IDS,
+        BIAS_LANES,
+    )  # fmt: skip

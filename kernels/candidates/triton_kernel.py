@@ -27,8 +27,11 @@ from inkling_engine.kernels._sampling_triton import (
     NOTHING,
     gumbel,
     index_of,
-    processed,
+    keep_raw,
+    offset_of,
+    processed_behind,
     ranked,
+    row_of,
     value_of,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
@@ -40,8 +43,6 @@ from inkling_engine.kernels.sample.triton_kernel import (
     TEMPERATURE,
     TOP_LOGPROBS,
     is_filtered,
-    offset_of,
-    row_of,
 )
 
 UNROLL = 2  # blocks of two chunks that `list_candidates` reads before it waits for one
@@ -80,23 +81,10 @@ def columns_kernel(
     line = s.to(tl.int64) * COLUMNS + column
     raw = tl.load(logits + line, mask=mask, other=-float("inf"))
     cell = s * CHUNKS + chunk
-    finite = tl.min((~mask | (tl.abs(raw) < float("inf"))).to(tl.int32), axis=0)
-    maximum = tl.max(raw, axis=0)
-    power = tl.where(mask, tl.exp(raw - maximum), 0.0)
-    tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
-    tl.store(sums + cell, tl.sum(power, axis=0))
-    key = tl.where(mask, ranked(raw, index), NOTHING)
-    for place in range(wanted):
-        highest = tl.max(key, axis=0)
-        tl.store(top_keys + cell * TOP + place, highest)
-        key = tl.where(key == highest, NOTHING, key)
-    counts, ahead, drafts = token_counts + slot * VOCAB, tokens, 0
-    if DRAFTS > 0:
-        ahead = tokens + tl.load(starts + row) + 1
-        drafts = tl.minimum(tl.maximum(offset_of(s, row, sample_rows, starts), 0), DRAFTS)
-    value = processed(
-        raw, index, mask, counts, ints, floats, generated, ahead, drafts, STOP_IDS, BIAS_IDS,
-        BIAS_LANES,
+    keep_raw(raw, index, mask, cell, wanted, maxima, sums, top_keys, TOP)
+    value = processed_behind(
+        s, row, slot, raw, index, mask, ints, floats, generated, token_counts, tokens, starts,
+        sample_rows, VOCAB, STOP_IDS, BIAS_IDS, BIAS_LANES, DRAFTS,
     )  # fmt: skip
     if temperature != 0.0:
         value = tl.div_rn(value, temperature)

@@ -9,15 +9,9 @@ from torch import Tensor
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
 from inkling_engine.kernels._exchange import FLAGS, exchange_words, half_words
 from inkling_engine.kernels._exchange_triton import meet, part_at, sequence_of
-from inkling_engine.kernels._sampling_triton import NOTHING, gumbel, index_of, processed, ranked
+from inkling_engine.kernels._sampling_triton import NOTHING, index_of
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
-from inkling_engine.kernels.draft_sample.triton_kernel import (
-    BROKEN,
-    CHUNK,
-    GENERATED,
-    STATE_WIDTH,
-    TEMPERATURE,
-)
+from inkling_engine.kernels.draft_sample.triton_kernel import BROKEN, CHUNK, best_guess
 
 
 @triton.jit
@@ -39,18 +33,11 @@ def columns_kernel(
     index = tl.load(rank) * COLUMNS + column
     mask = (column < COLUMNS) & (index < VOCAB)
     raw = tl.load(logits + row.to(tl.int64) * COLUMNS + column, mask=mask, other=0.0)
-    finite = tl.min((tl.abs(raw) < float("inf")).to(tl.int32), axis=0)
-    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
-    value = processed(
-        raw, index, mask, token_counts + slot * COUNTS, ints, floats, generated,
-        draft_tokens + slot * DRAFTS, depth, STOP_IDS, BIAS_IDS, BIAS_LANES,
+    key = best_guess(
+        raw, index, mask, row, slot, depth, token_counts, request_state, ints, floats, draft_tokens,
+        starts, lengths, COUNTS, DRAFTS, STOP_IDS, BIAS_IDS, BIAS_LANES,
     )  # fmt: skip
-    temperature = tl.load(floats + TEMPERATURE)
-    if temperature != 0.0:
-        end = tl.load(lengths + row) + tl.load(starts + row + 1) - tl.load(starts + row)
-        value = tl.div_rn(value, temperature) + gumbel(index, end + 1 + depth, ints)
-    key = tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0)
-    tl.store(best + row * CHUNKS + chunk, tl.where(finite != 0, key, BROKEN))
+    tl.store(best + row * CHUNKS + chunk, key)
 
 
 @triton.jit

@@ -20,6 +20,27 @@ BROKEN = tl.constexpr(2**63 - 1)  # above any (value, id): a logit is not finite
 
 
 @triton.jit
+def best_guess(
+    raw, index, mask, row, slot, depth, token_counts, request_state, ints, floats, draft_tokens,
+    starts, lengths, COUNTS: tl.constexpr, DRAFTS: tl.constexpr, STOP_IDS: tl.constexpr,
+    BIAS_IDS: tl.constexpr, BIAS_LANES: tl.constexpr,
+):  # fmt: skip
+    """The highest processed, noisy logit of the ids `index`, and its id; BROKEN if one is not finite."""
+    finite = tl.min((tl.abs(raw) < float("inf")).to(tl.int32), axis=0)
+    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
+    value = processed(
+        raw, index, mask, token_counts + slot * COUNTS, ints, floats, generated,
+        draft_tokens + slot * DRAFTS, depth, STOP_IDS, BIAS_IDS, BIAS_LANES,
+    )  # fmt: skip
+    temperature = tl.load(floats + TEMPERATURE)
+    if temperature != 0.0:
+        end = tl.load(lengths + row) + tl.load(starts + row + 1) - tl.load(starts + row)
+        value = tl.div_rn(value, temperature) + gumbel(index, end + 1 + depth, ints)
+    key = tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0)
+    return tl.where(finite != 0, key, BROKEN)
+
+
+@triton.jit
 def draft_scan_kernel(
     logits, token_counts, request_state, request_ints, request_floats, draft_tokens, slots, starts,
     lengths, emits, best, scaled_depth, LINES: tl.constexpr, VOCAB: tl.constexpr,
@@ -38,18 +59,11 @@ def draft_scan_kernel(
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = index < VOCAB
     raw = tl.load(logits + row.to(tl.int64) * VOCAB + index, mask=mask, other=0.0)
-    finite = tl.min((tl.abs(raw) < float("inf")).to(tl.int32), axis=0)
-    generated = tl.load(request_state + slot * STATE_WIDTH + GENERATED)
-    value = processed(
-        raw, index, mask, token_counts + slot * COUNTS, ints, floats, generated,
-        draft_tokens + slot * DRAFTS, depth, STOP_IDS, BIAS_IDS, BIAS_LANES,
+    key = best_guess(
+        raw, index, mask, row, slot, depth, token_counts, request_state, ints, floats, draft_tokens,
+        starts, lengths, COUNTS, DRAFTS, STOP_IDS, BIAS_IDS, BIAS_LANES,
     )  # fmt: skip
-    temperature = tl.load(floats + TEMPERATURE)
-    if temperature != 0.0:
-        end = tl.load(lengths + row) + tl.load(starts + row + 1) - tl.load(starts + row)
-        value = tl.div_rn(value, temperature) + gumbel(index, end + 1 + depth, ints)
-    key = tl.max(tl.where(mask, ranked(value, index), NOTHING), axis=0)
-    tl.store(best + row * CHUNKS + chunk, tl.where(finite != 0, key, BROKEN))
+    tl.store(best + row * CHUNKS + chunk, key)
 
 
 @triton.jit

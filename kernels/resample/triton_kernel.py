@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inkling_engine.kernels._sampling_triton import row_of
 from inkling_engine.kernels._triton import CompileCase, follow, launches, meta
 from inkling_engine.kernels.sample.triton_kernel import (
     GENERATED,
@@ -14,7 +15,6 @@ from inkling_engine.kernels.sample.triton_kernel import (
     TEMPERATURE,
     TOP_LOGPROBS,
     launch_sample,
-    row_of,
     scan_chunk,
 )
 

@@ -21,9 +21,12 @@ from inkling_engine.kernels._sampling_triton import (
     NOTHING,
     gumbel,
     index_of,
+    keep_raw,
+    offset_of,
     ordered,
-    processed,
+    processed_behind,
     ranked,
+    row_of,
     value_of,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
@@ -49,24 +52,6 @@ def is_filtered(ints, floats):
 
 
 @triton.jit
-def row_of(
-    s, sample_rows, token_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr, DRAFTS: tl.constexpr
-):
-    """The row of sample `s`; without drafts it is row `s`, which needs no look."""
-    row = s
-    if DRAFTS > 0:
-        at = tl.minimum(tl.maximum(tl.load(sample_rows + s), 0), TOKENS - 1)
-        row = tl.minimum(tl.maximum(tl.load(token_rows + at), 0), ROWS - 1)
-    return row
-
-
-@triton.jit
-def offset_of(s, row, sample_rows, starts):
-    """How many tokens of its row stand before the one that sample `s` is behind."""
-    return tl.load(sample_rows + s) - tl.load(starts + row)
-
-
-@triton.jit
 def scan_chunk(
     chunk, s, row, slot, ints, floats, wanted, generated, temperature, logits, token_counts, tokens,
     starts, lengths, sample_rows, scaled, maxima, sums, best, top_keys, VOCAB: tl.constexpr,
@@ -79,23 +64,10 @@ def scan_chunk(
     line = s.to(tl.int64) * VOCAB + index
     raw = tl.load(logits + line, mask=mask, other=-float("inf"))
     cell = s * CHUNKS + chunk
-    finite = tl.min((~mask | (tl.abs(raw) < float("inf"))).to(tl.int32), axis=0)
-    maximum = tl.max(raw, axis=0)
-    power = tl.where(mask, tl.exp(raw - maximum), 0.0)
-    tl.store(maxima + cell, tl.where(finite != 0, maximum, float("nan")))
-    tl.store(sums + cell, tl.sum(power, axis=0))
-    key = tl.where(mask, ranked(raw, index), NOTHING)
-    for place in range(wanted):
-        highest = tl.max(key, axis=0)
-        tl.store(top_keys + cell * TOP + place, highest)
-        key = tl.where(key == highest, NOTHING, key)
-    counts, ahead, drafts = token_counts + slot * VOCAB, tokens, 0
-    if DRAFTS > 0:
-        ahead = tokens + tl.load(starts + row) + 1
-        drafts = tl.minimum(tl.maximum(offset_of(s, row, sample_rows, starts), 0), DRAFTS)
-    value = processed(
-        raw, index, mask, counts, ints, floats, generated, ahead, drafts, STOP_IDS, BIAS_IDS,
-        BIAS_LANES,
+    keep_raw(raw, index, mask, cell, wanted, maxima, sums, top_keys, TOP)
+    value = processed_behind(
+        s, row, slot, raw, index, mask, ints, floats, generated, token_counts, tokens, starts,
+        sample_rows, VOCAB, STOP_IDS, BIAS_IDS, BIAS_LANES, DRAFTS,
     )  # fmt: skip
     if temperature != 0.0:
         value = tl.div_rn(value, temperature)
