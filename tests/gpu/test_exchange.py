@@ -63,6 +63,12 @@ def device(rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
+def settle() -> None:
+    """Wait for all GPUs."""
+    for number in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(number)
+
+
 @dataclass
 class Group:
     """Exchange blocks of `world` ranks, which do not know one another before `connect`."""
@@ -84,15 +90,17 @@ class Group:
 
     def connect(self, limit_ms: int) -> None:
         """Let the ranks know one another, from a clean state on."""
-        torch.cuda.synchronize()
+        settle()
         addresses = [block.data_ptr() for _, block, _, _ in self.tensors]
+        for _, block, _, _ in self.tensors:
+            for _, other, _, _ in self.tensors:
+                block[:1].copy_(other[:1])  # turns on peer access
         for peers, block, counter, _ in self.tensors:
             peers[: self.world] = torch.tensor(addresses)
             block.zero_()
             counter.zero_()
             block[LIMIT] = limit_ms
-        for rank in range(self.world):
-            torch.cuda.synchronize(device(rank))
+        settle()
 
     def errors(self) -> list[int]:
         """The ranks' error words."""
@@ -180,7 +188,8 @@ class Program:
         found += self.boundary(x.flip(0).contiguous(), self.ranks, 2, self.world)
         pause(delays)
         vocab = self.world * COLUMNS - 3
-        found.append(gather_logits.launch(logits, *self.ranks, 3, CALLS, self.world, vocab))
+        unsure = torch.ones(len(logits), dtype=torch.int32, device=self.at)
+        found.append(gather_logits.launch(logits, unsure, *self.ranks, 3, CALLS, self.world, vocab))
         found.append(self._draft(self.residual, ids, table, self.ranks, self.world))
         for i, (one, every) in enumerate(zip(found, zip(*self.wanted, strict=True), strict=True)):
             wanted = torch.stack(every).index_select(0, chosen)[0]
@@ -209,7 +218,7 @@ def pause(delays: random.Random) -> None:
 def streams(world: int) -> Iterator[list[torch.cuda.Stream]]:
     """One a rank."""
     yield [torch.cuda.Stream(device(rank)) for rank in range(world)]
-    torch.cuda.synchronize()
+    settle()
 
 
 def on_every_rank(streams: list[torch.cuda.Stream], work: Callable[[int], None]) -> None:
@@ -264,8 +273,8 @@ def test_replays_are_right_to_the_bit(
         delay = order.choice([1_000, 30_000, 100_000])
         on_every_rank(streams, partial(replay, graphs, i, delay if late < world else 0, late))
         if count % 100 == 99:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
+            settle()
+    settle()
     assert group.errors() == [0] * world
     assert [int(one.wrong) for ranks in programs for one in ranks] == [0] * world * len(programs)
     assert all(len({int(one.digest) for one in ranks}) == 1 for ranks in programs)
@@ -288,7 +297,7 @@ def test_a_rank_that_never_comes_is_noted(
     program = Program(group, "decode", 0, torch.float32)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     x, none = program.x[0, 0], tuple(tensor.cuda() for tensor in Ranks().tensors)
-    torch.cuda.synchronize()
+    settle()
     with torch.cuda.stream(streams[0]):
         program.run(random.Random(0))  # compiles
         wanted = program.boundary(x, none, 0, 1)
@@ -297,7 +306,7 @@ def test_a_rank_that_never_comes_is_noted(
         first = program.boundary(x, group.tensors[0], 1, world)
         end.record()
         second = program.boundary(x, group.tensors[0], 2, world)
-    torch.cuda.synchronize()
+    settle()
     assert group.errors()[0] == 2
     assert 190 < begin.elapsed_time(end) < 2000
     for found in (first, second):
