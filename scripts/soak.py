@@ -7,8 +7,9 @@ most 1 % of the requests may meet one. In bfloat16, where programs of other buck
 at most 1 % of the compared tokens with a wider gap may differ (spec 9.3). Afterwards slots, pages
 and snapshots must balance. Exit code 1 if any of this is broken.
 `--first` and `--requests` choose a piece of one long list of requests, `--seconds` ends the mixed
-traffic early; `--against` is an engine without drafting, or of one rank, that must give what this one
-gives: on drawn weights (`--random-weights`) the ranks hold shares of one model.
+traffic early, `--compare-seconds` the lone runs, which go through the requests in a random order.
+`--against` is an engine without drafting, or of one rank, that must give what this one gives: on drawn
+weights (`--random-weights`) the ranks hold shares of one model.
 """
 
 from __future__ import annotations
@@ -120,10 +121,29 @@ class Verdict:
         return not close
 
 
+def run_alone(
+    engine: Engine, mixed: list[Request], first: int, seconds: float, verdict: Verdict
+) -> int:
+    """Compare requests with their lone runs, for so long, in a random order; how many there were."""
+    order, start = list(enumerate(mixed, first)), time.monotonic()
+    random.Random(first).shuffle(order)
+    for done, (number, request) in enumerate(order):
+        if (spent := time.monotonic() - start) > seconds:
+            return done
+        item, found = make_work(engine, number), request.completion().choices[0]
+        wanted = engine.generate(item.prompt, item.params)[0].choices[0]
+        if verdict.add(found, wanted, exact=engine.spec.dtype == "float32"):
+            click.echo(f"request {number} differs: {found.finish_reason}")
+        if done % 500 == 499:
+            click.echo(f"{done + 1} compared, {spent:.0f} s", err=True)
+    return len(order)
+
+
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--requests", "count", default=2000, show_default=True)
 @click.option("--seconds", default=math.inf, help="The mixed traffic ends after so long.")
+@click.option("--compare-seconds", "lone_seconds", default=math.inf, help="So do the lone runs.")
 @click.option("--first", default=0, show_default=True, help="Number of the first request.")
 @click.option("--gap", type=float, help="Closer is a close call.  [1e-4; bfloat16: 0.1]")
 @click.option("--steps-per-replay", default=1, show_default=True)
@@ -134,6 +154,7 @@ def main(
     folder: Path,
     count: int,
     seconds: float,
+    lone_seconds: float,
     first: int,
     gap: float | None,
     steps_per_replay: int,
@@ -163,23 +184,17 @@ def main(
     with load(against or folder, prefix_cache=False, device_index=one) as engine:
         exact = engine.spec.dtype == "float32"
         verdict = Verdict(gap or (1e-4 if exact else 0.1))
-        for at, request in enumerate(mixed):
-            item = make_work(engine, first + at)
-            wanted = engine.generate(item.prompt, item.params)[0].choices[0]
-            if verdict.add(found := request.completion().choices[0], wanted, exact=exact):
-                click.echo(f"request {first + at} differs: {found.finish_reason}")
-            if at % 500 == 499:
-                click.echo(f"{at + 1} compared, {time.perf_counter() - start:.0f} s", err=True)
+        compared = run_alone(engine, mixed, first, lone_seconds, verdict)
     lost = [name for name, account in accounts.items() if account.live]
     click.echo(
-        f"{count} requests: {verdict.wrong} differ, {verdict.close} met a gap under {verdict.gap},"
+        f"{compared} requests compared: {verdict.wrong} differ, {verdict.close} met a gap under {verdict.gap},"
         f" {verdict.compared} tokens compared; held: {lost}"
     )
     if apart := sorted(verdict.apart):
         middle, tail = apart[len(apart) // 2], apart[len(apart) * 99 // 100]
         click.echo(f"logprobs apart: median {middle:.2g}, p99 {tail:.2g}, most {apart[-1]:.2g}")
     allowed = 0 if exact else 0.01 * verdict.compared
-    many = exact and verdict.close > 0.01 * count
+    many = exact and verdict.close > 0.01 * compared
     sys.exit(bool(verdict.wrong > allowed or lost or many))
 
 
