@@ -220,13 +220,24 @@ def _interrupt(command: object) -> None:
 
 
 @pytest.mark.skipif(DEVICES == (0, 0), reason="needs two GPUs: rank 0 would be refused first")
+def context_bytes(device: int) -> int:
+    """What a process takes of a GPU before it has anything there."""
+    code = f"import sys, torch; torch.zeros(1, device='cuda:{device}'); print(1, flush=True); sys.stdin.read()"
+    before = torch.cuda.mem_get_info(device)[0]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        return before - torch.cuda.mem_get_info(device)[0]
+
+
 def test_each_ranks_own_gpu_must_have_room(engines: Path) -> None:
-    torch.cuda.synchronize(DEVICES[1])
-    free = torch.cuda.mem_get_info(DEVICES[1])[0]
     with open_two(engines) as opened:
-        used = free - torch.cuda.mem_get_info(DEVICES[1])[0]
         need = sum(planned(opened.manifest).values())
-    taken = torch.empty(free - used + need // 2, dtype=torch.uint8, device=f"cuda:{DEVICES[1]}")
+    room = need // 2 + context_bytes(DEVICES[1]) + need * (DEVICES[0] == DEVICES[1])
+    free = torch.cuda.mem_get_info(DEVICES[1])[0]
+    taken = torch.empty(free - room, dtype=torch.uint8, device=f"cuda:{DEVICES[1]}")
     try:
         with pytest.raises(DoesNotFitError, match="rank 1: memory"):
             open_two(engines)
