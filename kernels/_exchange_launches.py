@@ -14,15 +14,19 @@ from torch import Tensor
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
 from inkling_engine.kernels._exchange import FLAGS, WORD, half_words, slot_words
 from inkling_engine.kernels._exchange_triton import (
+    await_all,
     blocks_of,
     meet,
     part_at,
+    publish,
     push,
     sequence_of,
     total,
 )
 from inkling_engine.kernels._triton import follow, launchable
 from inkling_engine.kernels.rmsnorm.triton_kernel import row_config
+
+MOST_PIECES = 4  # of a sum; each is a phase
 
 
 @triton.jit
@@ -60,22 +64,27 @@ def pulled_sum(
 def sum_kernel(
     x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    ROUNDS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """y = the sum of all ranks' x, `count` elements: fp32, in rank order, rounded once."""
+    """y = the sum of all ranks' x, `count` elements: fp32, in rank order, rounded once. A piece of ROUNDS
+    blocks is published before the one ahead of it is summed, so links are busy from the first on."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    kind: tl.constexpr = x.dtype
-    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, WORLD)
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        found = pulled_sum(x, peers, own, sequence, given, at, count, WORLD, HALF)
-        tl.store(y + at, found.to(y.dtype.element_ty), at < count)
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
+    step = tl.num_programs(0) * BLOCK
+    for piece in range(PIECES + 1):
+        first = tl.program_id(0) * BLOCK + piece * ROUNDS * step
+        if piece < PIECES:
+            for i in range(ROUNDS):
+                at = first + i * step + tl.arange(0, BLOCK)
+                tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
+            publish(exchange, sequence, piece)
+        if piece > 0:
+            given = await_all(peers, exchange, own, sequence, piece - 1, WORLD)
+            for i in range(-ROUNDS, 0):
+                at = first + i * step + tl.arange(0, BLOCK)
+                found = pulled_sum(x, peers, own, sequence, given, at, count, WORLD, HALF)
+                tl.store(y + at, found.to(y.dtype.element_ty), at < count)
 
 
 @triton.jit
@@ -223,11 +232,23 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
             *arguments, **known, BLOCK=block, num_warps=block // 256, num_stages=1
         )
         return y
-    # what each rank reads of the others is less in segments from three ranks on
-    kernel, share = (sum_kernel, count) if world == 2 else (scatter_sum_kernel, count // world)
-    block, warps, programs, rounds = blocks_of(share, 4096)
-    launchable(kernel)[(programs,)](
-        *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
+    if world > 2:  # what each rank reads of the others is less in segments
+        block, warps, programs, rounds = blocks_of(count // world, 4096)
+        launchable(scatter_sum_kernel)[(programs,)](
+            *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
+        )
+        return y
+    block, warps, programs, rounds = blocks_of(count, 4096)
+    pieces = min(MOST_PIECES, rounds)
+    rounds = triton.cdiv(rounds, pieces)
+    launchable(sum_kernel)[(programs,)](
+        *arguments,
+        **known,
+        BLOCK=block,
+        ROUNDS=rounds,
+        PIECES=pieces,
+        num_warps=warps,
+        num_stages=1,
     )
     return y
 

@@ -7,7 +7,8 @@ zeroes what it has taken. Whoever pushes call s + 2 has had all ranks' call s + 
 a launch after that which cleaned call s: two slots a rank are enough.
 
 A large part stays at home and is pulled. Flag i is program i's, and grids are the same on all ranks: a
-program publishes what the programs of its number on other ranks read. One thread polls; what it sees all
+program publishes what the programs of its number on other ranks read. A flag is PHASES * sequence + phase:
+a program may publish its part piece by piece, a piece a phase. One thread polls; what it sees all
 threads get through shared memory, for they must leave the loop together. Peers' memory is read past the
 L1 cache.
 
@@ -22,11 +23,11 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
-from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, LIMIT_MS
+from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, LIMIT_MS, PHASES
 from inkling_engine.kernels._triton import COMPILED, follow
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
-_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS)
+_HEADER, _LIMIT_MS, _PHASES = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS), tl.constexpr(PHASES)
 TRIES = tl.constexpr(64)  # polls between two looks at the clock
 
 
@@ -71,20 +72,31 @@ def arrived(exchange, flag, sequence, r):
 
 
 @triton.jit
-def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexpr = 0):
-    """Publish what the program wrote to its half, in `phase` 0 or 1 of a call; a bit for each rank that
-    has come as far. A flag is 2 * sequence + phase."""
-    program = tl.program_id(0)
-    sequence = 2 * sequence + phase
+def publish(exchange, sequence, phase):
+    """Let the other ranks read what the program has written to its half, as `phase` of the call."""
     tl.debug_barrier()  # every thread has written its part
-    tl.atomic_xchg(exchange + _CONTROL + program, sequence, sem="release", scope="sys")
-    given = tl.full((), 0, tl.int32)
+    flag = exchange + _CONTROL + tl.program_id(0)
+    tl.atomic_xchg(flag, sequence * _PHASES + phase, sem="release", scope="sys")
+
+
+@triton.jit
+def await_all(peers, exchange, own, sequence, phase, WORLD: tl.constexpr):
+    """Wait until the other ranks have published `phase` of the call; a bit for each rank that has."""
+    given = tl.full((), 1, tl.int32) << own
     for r in range(WORLD):
-        block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
-        if block != 0:
-            flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + program
-            given |= arrived(exchange, flag, sequence, r).to(tl.int32) << r
+        block = tl.load(peers + r)
+        if (block != 0) & (r != own):
+            flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + tl.program_id(0)
+            came = arrived(exchange, flag, sequence * _PHASES + phase, r)
+            given |= came.to(tl.int32) << r
     return given
+
+
+@triton.jit
+def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexpr = 0):
+    """Publish `phase`, and wait for the other ranks'."""
+    publish(exchange, sequence, phase)
+    return await_all(peers, exchange, own, sequence, phase, WORLD)
 
 
 @triton.jit

@@ -279,7 +279,7 @@ def compile_cases() -> list[CompileCase]:
     i64, cases = {"dtype": torch.int64}, []
     sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
-    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (72, 8, 11, 2), (4096, 8, 3, 8))
+    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (72, 8, 11, 2), (4096, 8, 3, 2), (4096, 8, 3, 8))
     alone = [(*size, 3, 1) for size in sizes] + [(*size, 1) for size in drafting]
     for tokens, rows, ring, world in (*alone, *worlds):
         cases += launches(

@@ -30,7 +30,7 @@ from kernels.test_exchange import (
 from kernels.test_ops import assert_close
 from torch import Tensor
 
-from inkling_engine.kernels import _exchange
+from inkling_engine.kernels import _exchange, _exchange_triton
 from inkling_engine.kernels._cases import normal
 from inkling_engine.kernels._exchange import (
     CONTROL,
@@ -38,10 +38,12 @@ from inkling_engine.kernels._exchange import (
     FLAGS,
     HEADER,
     LIMIT,
+    PHASES,
     exchange_words,
     half_words,
     slot_words,
 )
+from inkling_engine.kernels._exchange_launches import summed
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.candidates import candidates
@@ -71,7 +73,7 @@ def bits_of(part: Tensor) -> Tensor:
     return bits.where(bits != 0, torch.iinfo(kind).min)
 
 
-def blocks_before(call: int, given: list[Tensor], pushed: bool, flag: int = 2) -> Blocks:
+def blocks_before(call: int, given: list[Tensor], pushed: bool, flag: int = PHASES) -> Blocks:
     """Every rank's block; as if the peers had published, or pushed, `given` in `call`."""
     sequence = COUNTER * CALLS + call + 1
     words = exchange_words(4 * TOKENS * WIDTH, WORLD if pushed else 0)
@@ -140,7 +142,7 @@ def compare(
 
     def run(how: Callable[..., Any], pushed: bool, flag: int) -> tuple[list[Tensor], Blocks]:
         blocks = blocks_before(call, given, pushed, flag)
-        if op is boundary and flag == 2 and not pushed:
+        if op is boundary and flag == PHASES and not pushed:
             segments_summed(
                 blocks, call, given, [r for r in range(WORLD) if r not in (absent, late)]
             )
@@ -152,7 +154,7 @@ def compare(
         found = how(*copies, *ranks(blocks, absent), *after)
         return list(found) if isinstance(found, tuple) else [found], blocks
 
-    (wanted, theirs), (found, ours) = run(op.reference, False, 1), run(op.launch, pushed, 2)
+    (wanted, theirs), (found, ours) = run(op.reference, False, 1), run(op.launch, pushed, PHASES)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 8e-3 if one.dtype == torch.bfloat16 else 1e-6)
     assert int(ours[OWN][ERROR]) == int(theirs[OWN][ERROR]) == (0 if late is None else 1 + late)
@@ -160,7 +162,7 @@ def compare(
         published(call, given[OWN], ours, absent)
         return
     summed, sequence = op is boundary, COUNTER * CALLS + call + 1
-    assert int(ours[OWN][CONTROL]) == 2 * sequence + summed, "another sequence is published"
+    assert int(ours[OWN][CONTROL]) == PHASES * sequence + summed, "another sequence is published"
     left = given[OWN].flatten().clone()
     if summed:
         there = [part for r, part in enumerate(given) if r not in (absent, late)]
@@ -207,6 +209,25 @@ def what_a_program_misses_is_absent() -> None:
     assert torch.equal(found[0], found[1])
 
 
+def a_sum_comes_piece_by_piece() -> None:
+    """Over two ranks: two programs of four pieces, of which the other rank's second one has two."""
+    x = [normal(7, 4096, seed=r) for r in range(2)]
+    words, sequence = exchange_words(x[0].nbytes), COUNTER * CALLS + 2
+    blocks = [torch.zeros(words, dtype=torch.int64) for _ in x]
+    part_of(blocks[0], 1, torch.float32)[: x[0].numel()] = x[0].flatten()
+    blocks[0][CONTROL : CONTROL + 2] = torch.tensor([3, 1]) + PHASES * sequence
+    blocks[OWN][LIMIT] = 5
+    _exchange_triton.FLAGS = 2
+    y = summed(x[OWN], ranks(blocks), 1, CALLS, 2)
+    wanted = x[0] + x[1]
+    wanted[5] = x[1][5]
+    assert torch.equal(y, wanted)
+    assert torch.equal(part_of(blocks[OWN], 1, y.dtype)[: y.numel()], x[OWN].flatten())
+    assert blocks[OWN][CONTROL : CONTROL + 2].tolist() == [PHASES * sequence + 3] * 2
+    assert int(blocks[OWN][ERROR]) == 1
+    _exchange_triton.FLAGS = FLAGS
+
+
 def candidates_are_all_ranks() -> None:
     """Each rank gives its records alone, then one reads them all: the tokens of whole logits, where it
     says that they are proven. A rank left out is missed."""
@@ -250,6 +271,7 @@ def main() -> None:
                         compared += 1
         if most == 0:
             a_flag_is_one_programs()
+            a_sum_comes_piece_by_piece()
             candidates_are_all_ranks()
         else:
             what_a_program_misses_is_absent()
