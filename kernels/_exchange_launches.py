@@ -13,9 +13,11 @@ from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
 from inkling_engine.kernels._exchange import FLAGS, WORD, half_words, slot_words
+from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._exchange_triton import (
     await_all,
     blocks_of,
+    clean,
     meet,
     part_at,
     publish,
@@ -37,13 +39,16 @@ def push_sum_kernel(
     """`sum_kernel` of a part that fits into a slot."""
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
     follow()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    at, width = first + tl.arange(0, BLOCK), tl.minimum(count - first, BLOCK)
     values = tl.load(x + at, at < count, other=0.0)
-    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
-    found = total(
-        values, at, at < count, peers, exchange, own, sequence, WORLD, HALF, SLOT
-    )  # fmt: skip
+    push(values, first, width, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(values, first, width, peers, exchange, own, sequence, WORLD, HALF, SLOT)
     tl.store(y + at, found.to(y.dtype.element_ty), at < count)
+    tl.debug_barrier()
+    clean(
+        first, width, peers, exchange, own, sequence, x.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
+    )  # fmt: skip
 
 
 @triton.jit
@@ -159,10 +164,14 @@ def push_embed_kernel(
         held = held & (t < tl.load(starts + ROWS))
     row = table + clamp(token, 0, VOCAB - 1).to(tl.int64) * WIDTH
     values = tl.load(row + column, column < tl.where(held, WIDTH, 0), other=0.0)
-    at = t * WIDTH + column
-    push(values, at, mask, peers, own, sequence, WORLD, HALF, SLOT)
-    found = total(values, at, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
-    tl.store(y + at, found.to(y.dtype.element_ty), mask)
+    first = t * WIDTH
+    push(values, first, WIDTH, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(values, first, WIDTH, peers, exchange, own, sequence, WORLD, HALF, SLOT)
+    tl.store(y + first + column, found.to(y.dtype.element_ty), mask)
+    tl.debug_barrier()
+    clean(
+        first, WIDTH, peers, exchange, own, sequence, y.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
+    )  # fmt: skip
 
 
 @triton.jit
@@ -207,11 +216,12 @@ def embed_kernel(
 Ranks = tuple[Tensor, Tensor, Tensor, Tensor]  # peers, exchange, step_counter, rank
 
 
-def pushed(part_bytes: int, exchange: Tensor, world: int) -> bool:
-    """Whether a part of that many bytes fits into a slot."""
-    words = exchange.shape[0]
-    assert part_bytes <= WORD * half_words(words, world), f"a part of {part_bytes} bytes"
-    return part_bytes <= WORD * slot_words(words, world)
+def pushed(part: Tensor, exchange: Tensor, world: int) -> bool:
+    """Whether a part [T, H] fits into a slot."""
+    words, size = exchange.shape[0], part.nbytes
+    assert size <= WORD * half_words(words, world), f"a part of {size} bytes"
+    assert part.shape[1] * part.itemsize % VECTOR.value == 0, "a thread waits for whole vectors"
+    return size <= WORD * slot_words(words, world)
 
 
 def layout(exchange: Tensor, calls: int, world: int) -> dict[str, int]:
@@ -226,7 +236,7 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
     y, count = torch.empty_like(x), x.numel()
     arguments = x, *ranks, y, count, LAYER_UNIT.value * call
     known = layout(ranks[1], calls, world)
-    if pushed(x.nbytes, ranks[1], world):
+    if pushed(x, ranks[1], world):
         block = 1024 if count <= 132 * 1024 else 2048
         launchable(push_sum_kernel)[(triton.cdiv(count, block),)](
             *arguments, **known, BLOCK=block, num_warps=block // 256, num_stages=1
@@ -283,7 +293,7 @@ def embedded(
         "WIDTH": width,
         "BLOCK": block,
     }
-    if pushed(y.nbytes, ranks[1], world):
+    if pushed(y, ranks[1], world):
         launchable(push_embed_kernel)[(count,)](*arguments, **known, num_warps=warps, num_stages=1)
         return y
     programs = min(FLAGS, count)

@@ -254,7 +254,7 @@ def boundary(
     sizes |= {"DESTINATIONS": wanted, "DESTINED": triton.next_power_of_2(wanted)}
     row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
-    if world > 1 and alone and config.hold and pushed(x.nbytes, exchange, world):
+    if world > 1 and alone and config.hold and pushed(x, exchange, world):
         launchable(ranks_boundary_kernel)[(rows,)](
             x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
             tokens, rows, pool_slots, unit * layer, unit * call, eps,

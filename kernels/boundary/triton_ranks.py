@@ -24,7 +24,7 @@ from inkling_engine.kernels._conv_triton import (
     turns,
     wants_snapshots,
 )
-from inkling_engine.kernels._exchange_triton import push, sequence_of, total
+from inkling_engine.kernels._exchange_triton import clean, push, sequence_of, total
 from inkling_engine.kernels._triton import follow
 from inkling_engine.kernels.boundary.triton_walk import (
     history,
@@ -105,7 +105,8 @@ def ranks_boundary_kernel(
     ring = ring_at(conv_pool, layer, pool_slots, slot, RING, WIDTH)
     wanted = wants_snapshots(destination_slots, row, DESTINATIONS, DESTINED)
     at = token_of(0, first, count, spare) * WIDTH
-    some = channels < tl.where(taken > 0, WIDTH, 0)
+    width = tl.where(taken > 0, WIDTH, 0)
+    some = channels < width
     carried = tl.load(residual + at + channels, some, other=0.0)
     z0 = history(old, length, 0, x, first, 0, channels, RING, WIDTH)
     z1 = history(old, length, 0, x, first, 1, channels, RING, WIDTH)
@@ -115,22 +116,22 @@ def ranks_boundary_kernel(
     past = tl.where(count > 0, past, 0.0)
     follow()
     values = tl.load(x + at + channels, some, other=0.0)
-    push(values, at + channels, some, peers, own, sequence, WORLD, HALF, SLOT)
+    push(values, at, width, peers, own, sequence, WORLD, HALF, SLOT)
     for i in range(1, taken):
-        to = token_of(i, first, count, spare) * WIDTH + channels
-        more = tl.load(x + to, mask, other=0.0)
-        push(more, to, mask, peers, own, sequence, WORLD, HALF, SLOT)
+        to = token_of(i, first, count, spare) * WIDTH
+        more = tl.load(x + to + channels, mask, other=0.0)
+        push(more, to, WIDTH, peers, own, sequence, WORLD, HALF, SLOT)
     z = total(
-        values, at + channels, some, peers, exchange, own, sequence, WORLD, HALF, SLOT
+        values, at, width, peers, exchange, own, sequence, WORLD, HALF, SLOT
     ).to(x.dtype.element_ty)  # fmt: skip
     sums = hidden + first * WIDTH
     if (taken > 1) | wanted:
         tl.store(hidden + at + channels, z, some)
         for i in range(1, taken):
-            to = token_of(i, first, count, spare) * WIDTH + channels
-            more = tl.load(x + to, mask, other=0.0)
-            found = total(more, to, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
-            tl.store(hidden + to, found.to(hidden.dtype.element_ty), mask)
+            to = token_of(i, first, count, spare) * WIDTH
+            more = tl.load(x + to + channels, mask, other=0.0)
+            found = total(more, to, WIDTH, peers, exchange, own, sequence, WORLD, HALF, SLOT)
+            tl.store(hidden + to + channels, found.to(hidden.dtype.element_ty), mask)
         tl.debug_barrier()
     n0 = renewal_of(z, old, length, sums, 0, count, moved, channels, RING, WIDTH)
     n1 = renewal_of(z, old, length, sums, 1, count, moved, channels, RING, WIDTH)
@@ -157,3 +158,8 @@ def ranks_boundary_kernel(
     renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
     renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
     renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)
+    for i in range(taken):
+        to = token_of(i, first, count, spare) * WIDTH
+        clean(
+            to, WIDTH, peers, exchange, own, sequence, x.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
+        )
