@@ -28,7 +28,7 @@ from inkling_engine.kernels._exchange_triton import (
 from inkling_engine.kernels._triton import follow, launchable
 from inkling_engine.kernels.rmsnorm.triton_kernel import row_config
 
-MOST_PIECES = 4  # of a sum; each is a phase
+MOST_PIECES = 8  # of a sum; each is a phase
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def push_sum_kernel(
     x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`sum_kernel` of a part that fits into a slot."""
+    """y = the sum of all ranks' x, `count` elements that fit into a slot: fp32, in rank order, rounded once."""
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
     follow()
     first = tl.program_id(0) * BLOCK
@@ -66,29 +66,35 @@ def pulled_sum(
 
 
 @triton.jit
-def sum_kernel(
+def crossed_sum_kernel(
     x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """y = the sum of all ranks' x, `count` elements: fp32, in rank order, rounded once. A piece of ROUNDS
-    blocks is published before the one ahead of it is summed, so links are busy from the first on."""
+    """y = the sum of two ranks' x, `count` elements: fp32, in rank order, rounded once. Each writes its
+    part into the other's half, and a piece of ROUNDS blocks before it sums the one ahead of it."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
+    block = tl.load(peers + 1 - own)
     mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
+    theirs = part_at(tl.where(block == 0, exchange.to(tl.int64), block), sequence, HALF, x.dtype)
     step = tl.num_programs(0) * BLOCK
     for piece in range(PIECES + 1):
         first = tl.program_id(0) * BLOCK + piece * ROUNDS * step
         if piece < PIECES:
             for i in range(ROUNDS):
                 at = first + i * step + tl.arange(0, BLOCK)
-                tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
+                tl.store(theirs + at, tl.load(x + at, at < count, other=0.0), at < count)
             publish(exchange, sequence, piece)
         if piece > 0:
             given = await_all(peers, exchange, own, sequence, piece - 1, WORLD)
+            known = tl.where((given >> (1 - own)) & 1 != 0, count, 0)
             for i in range(-ROUNDS, 0):
                 at = first + i * step + tl.arange(0, BLOCK)
-                found = pulled_sum(x, peers, own, sequence, given, at, count, WORLD, HALF)
+                found = tl.load(x + at, at < count, other=0.0).to(tl.float32) + 0.0
+                found += tl.load(mine + at, at < known, other=0.0, cache_modifier=".cg").to(
+                    tl.float32
+                )
                 tl.store(y + at, found.to(y.dtype.element_ty), at < count)
 
 
@@ -98,8 +104,8 @@ def scatter_sum_kernel(
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """`sum_kernel` of many ranks: each sums a segment and leaves it where its own part of it was, where
-    the others fetch it. A segment whose rank gives nothing is summed by all."""
+    """The sum of many ranks: each sums a segment and leaves it where its own part of it was, where the
+    others fetch it. A segment whose rank gives nothing is summed by all."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
     mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
@@ -248,10 +254,10 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
             *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
         )
         return y
-    block, warps, programs, rounds = blocks_of(count, 4096)
+    block, warps, programs, rounds = blocks_of(count, 8192)
     pieces = min(MOST_PIECES, rounds)
     rounds = triton.cdiv(rounds, pieces)
-    launchable(sum_kernel)[(programs,)](
+    launchable(crossed_sum_kernel)[(programs,)](
         *arguments,
         **known,
         BLOCK=block,

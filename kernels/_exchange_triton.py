@@ -3,16 +3,18 @@
 
 A small part is pushed: written into the other ranks' slots, where each element tells by its bits
 that it has come. So a receiver polls memory of its own, and there is no flag and no fence between. It
-zeroes what it has taken, last of all. Whoever pushes call s + 2 has had all ranks' call s + 1, which they gave in
-a launch after that which cleaned call s: two slots a rank are enough.
+zeroes what it has taken, last of all. Whoever pushes call s + 2 has had all ranks' call s + 1, which they
+gave in a launch after that which cleaned call s: two slots a rank are enough.
 
 A large part stays at home and is pulled. Flag i is program i's, and grids are the same on all ranks: a
 program publishes what the programs of its number on other ranks read. A flag is PHASES * sequence + phase:
-a program may publish its part piece by piece, a piece a phase. One thread polls; what it sees all
-threads get through shared memory, for they must leave the loop together. Peers' memory is read past the
-L1 cache.
+a program may publish its part piece by piece, a piece a phase. One thread polls; what it sees all threads
+get through shared memory, for they must leave the loop together. Peers' memory is read past the L1 cache.
 
-In both forms a program gives before it waits, and programs start in order, so that no rank waits for one
+A large part of a sum of two ranks is written into the other's half, and published likewise: stores fill a
+link better than loads. Who writes call s + 2 has had call s + 1 of the other, which has then read s.
+
+In all forms a program gives before it waits, and programs start in order, so that no rank waits for one
 that cannot begin. Nothing is given before `follow()`.
 """
 
@@ -228,4 +230,4 @@ def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:
     block = 1024 if count <= FLAGS * 1024 else largest
     blocks = max(1, triton.cdiv(count, block))
     programs = min(FLAGS, blocks)
-    return block, block // 256, programs, triton.cdiv(blocks, programs)
+    return block, min(16, block // 256), programs, triton.cdiv(blocks, programs)

@@ -211,10 +211,10 @@ def what_a_program_misses_is_absent() -> None:
 
 def a_sum_comes_piece_by_piece() -> None:
     """Over two ranks: two programs of four pieces, of which the other rank's second one has two."""
-    x = [normal(7, 4096, seed=r) for r in range(2)]
+    x = [normal(7, 8192, seed=r) for r in range(2)]
     words, sequence = exchange_words(x[0].nbytes), COUNTER * CALLS + 2
     blocks = [torch.zeros(words, dtype=torch.int64) for _ in x]
-    part_of(blocks[0], 1, torch.float32)[: x[0].numel()] = x[0].flatten()
+    part_of(blocks[OWN], 1, torch.float32)[: x[0].numel()] = x[0].flatten()
     blocks[0][CONTROL : CONTROL + 2] = torch.tensor([3, 1]) + PHASES * sequence
     blocks[OWN][LIMIT] = 5
     _exchange_triton.FLAGS = 2
@@ -222,7 +222,7 @@ def a_sum_comes_piece_by_piece() -> None:
     wanted = x[0] + x[1]
     wanted[5] = x[1][5]
     assert torch.equal(y, wanted)
-    assert torch.equal(part_of(blocks[OWN], 1, y.dtype)[: y.numel()], x[OWN].flatten())
+    assert torch.equal(part_of(blocks[0], 1, y.dtype)[: y.numel()], x[OWN].flatten())
     assert blocks[OWN][CONTROL : CONTROL + 2].tolist() == [PHASES * sequence + 3] * 2
     assert int(blocks[OWN][ERROR]) == 1
     _exchange_triton.FLAGS = FLAGS
