@@ -20,9 +20,10 @@ VECTOR = tl.constexpr(16)  # bytes that a thread waits for
 
 def _wait(missing: str) -> tl.constexpr:
     """Four words at $4 as $0 to $3; the own block is at $5, the rank is $6. `missing` sets p if an element of
-    them has zero bits. Without an address there is nothing to wait for."""
+    them has zero bits. Without an address there is nothing to wait for. All on one line: Inductor does
+    not escape what it writes into a program."""
     error, limit = f"[$5 + {WORD * ERROR}]", f"[$5 + {WORD * LIMIT}]"
-    return tl.constexpr(f"""{{
+    text = f"""{{
     .reg .pred p;
     .reg .b32 polls, t, u;
     .reg .b64 begin, now, word;
@@ -61,7 +62,8 @@ nothing:
     mov.b32 $2, 0;
     mov.b32 $3, 0;
 done:
-}}""")
+}}"""
+    return tl.constexpr(" ".join(text.split()))
 
 
 def _zero_halves() -> str:
@@ -70,7 +72,7 @@ def _zero_halves() -> str:
     for i in range(4):
         lines += [f"sub.u32 u, ${i}, 0x00010001;", f"lop3.b32 u, u, ${i}, 0x80008000, 0x20;"]
         lines.append("or.b32 t, t, u;" if i else "mov.b32 t, u;")
-    return "\n    ".join([*lines, "setp.ne.u32 p, t, 0;"])
+    return " ".join([*lines, "setp.ne.u32 p, t, 0;"])
 
 
 _WAIT_HALVES = _wait(_zero_halves())
