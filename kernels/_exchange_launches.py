@@ -223,11 +223,11 @@ Ranks = tuple[Tensor, Tensor, Tensor, Tensor]  # peers, exchange, step_counter, 
 
 
 def pushed(part: Tensor, exchange: Tensor, world: int) -> bool:
-    """Whether a part [T, H] fits into a slot."""
+    """Whether a part [T, H] fits into a slot, and its rows are whole vectors, as a thread takes them."""
     words, size = exchange.shape[0], part.nbytes
     assert size <= WORD * half_words(words, world), f"a part of {size} bytes"
-    assert part.shape[1] * part.itemsize % VECTOR.value == 0, "a thread waits for whole vectors"
-    return size <= WORD * slot_words(words, world)
+    whole = part.shape[1] * part.itemsize % VECTOR.value == 0
+    return whole and size <= WORD * slot_words(words, world)
 
 
 def layout(exchange: Tensor, calls: int, world: int) -> dict[str, int]:
