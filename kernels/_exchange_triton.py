@@ -173,11 +173,14 @@ def push(
 
 
 @triton.jit
-def take(exchange, slot, width, r, kind: tl.constexpr, BLOCK: tl.constexpr):
+def take(
+    exchange, slot, width, r, kind: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    PAUSE: tl.constexpr,
+):  # fmt: skip
     """fp32 of what rank r pushes to the first `width` elements of `kind` at the pointer `slot`, once it
     has come; what has not come when time is over is zero, and noted. The interpreter polls by programs."""
     if COMPILED:
-        return awaited(exchange, slot, width, r, BLOCK)
+        return awaited(exchange, slot, width, r, BLOCK, PAIRS, PAUSE)
     else:
         at = tl.arange(0, BLOCK)
         bits = tl.load(slot + at, at < width, other=1, volatile=True)
@@ -197,9 +200,10 @@ def take(exchange, slot, width, r, kind: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def total(
     values, first, width, peers, exchange, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
-    SLOT: tl.constexpr,
+    SLOT: tl.constexpr, PAIRS: tl.constexpr = False, PAUSE: tl.constexpr = 0,
 ):  # fmt: skip
-    """fp32 sum in rank order of `values` and what the other ranks push at the same elements."""
+    """fp32 sum in rank order of `values` and what the other ranks push at the same elements. PAIRS and
+    PAUSE are `awaited`'s."""
     kind: tl.constexpr = values.dtype
     found = tl.zeros_like(values).to(tl.float32)
     for r in range(WORLD):
@@ -207,7 +211,9 @@ def total(
             found += values.to(tl.float32)
         elif tl.load(peers + r) != 0:
             slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
-            found += take(exchange, slot + first, width, r, kind, values.shape[0])
+            found += take(
+                exchange, slot + first, width, r, kind, values.shape[0], PAIRS, PAUSE
+            )  # fmt: skip
     return found
 
 

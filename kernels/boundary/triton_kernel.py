@@ -33,6 +33,7 @@ from inkling_engine.kernels._conv_triton import (
 )
 from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.kernels._exchange_launches import layout, pushed, summed
+from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._triton import (
     CompileCase,
     await_last,
@@ -75,6 +76,23 @@ def configure(tokens: int, width: int) -> Config:
     strip = 1 if tokens <= 256 else 4 if tokens <= 1024 else 16 if tokens <= 2048 else 32
     warps = max(1, min(16, block // 256))
     return Config(block, strip, hold, warps, stages=4 if hold and strip == 32 else 1)
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """Warps, whether a row loads what it needs before it waits for the launch before, ns between polls."""
+
+    warps: int
+    early: bool
+    pause: int
+
+
+def configure_ranks(rows: int, width: int) -> RanksConfig:
+    """Of a step with a row a token, over ranks."""
+    few, some = rows == 1, rows <= 64
+    warps = 16 if few or not some else 8
+    most = triton.next_power_of_2(width) * warps // 4096
+    return RanksConfig(max(1, min(warps, most)), early=some, pause=0 if rows <= 16 else 40)
 
 
 @triton.jit
@@ -255,6 +273,9 @@ def boundary(
     row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
     if world > 1 and alone and config.hold and pushed(x, exchange, world):
+        found = configure_ranks(rows, width)
+        sizes |= {"EARLY": found.early, "PAUSE": found.pause, "num_warps": found.warps}
+        sizes["PAIRS"] = config.block * x.itemsize > VECTOR.value * 32 * found.warps
         launchable(ranks_boundary_kernel)[(rows,)](
             x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
             tokens, rows, pool_slots, unit * layer, unit * call, eps,
@@ -279,7 +300,14 @@ def compile_cases() -> list[CompileCase]:
     i64, cases = {"dtype": torch.int64}, []
     sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
-    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (72, 8, 11, 2), (4096, 8, 3, 2), (4096, 8, 3, 8))
+    worlds = (
+        (1, 1, 3, 8),
+        (32, 32, 3, 2),
+        (128, 128, 3, 2),
+        (72, 8, 11, 2),
+        (4096, 8, 3, 2),
+        (4096, 8, 3, 8),
+    )
     alone = [(*size, 3, 1) for size in sizes] + [(*size, 1) for size in drafting]
     for tokens, rows, ring, world in (*alone, *worlds):
         cases += launches(
