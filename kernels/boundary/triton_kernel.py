@@ -80,19 +80,27 @@ def configure(tokens: int, width: int) -> Config:
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """Warps, whether a row loads what it needs before it waits for the launch before, ns between polls."""
+    """Warps, whether a row loads what it needs before it waits for the launch before, whether threads
+    poll two vectors at once, ns between polls."""
 
     warps: int
     early: bool
+    pairs: bool
     pause: int
 
 
 def configure_ranks(rows: int, width: int) -> RanksConfig:
     """Of a step with a row a token, over ranks."""
-    few, some = rows == 1, rows <= 64
-    warps = 16 if few or not some else 8
+    if rows == 1:
+        warps, early, pairs, pause = 16, True, False, 0
+    elif rows <= 16:
+        warps, early, pairs, pause = 8, True, True, 0
+    elif rows <= 64:
+        warps, early, pairs, pause = 8, True, False, 40
+    else:
+        warps, early, pairs, pause = 16, False, False, 40
     most = triton.next_power_of_2(width) * warps // 4096
-    return RanksConfig(max(1, min(warps, most)), early=some, pause=0 if rows <= 16 else 40)
+    return RanksConfig(max(1, min(warps, most)), early, pairs, pause)
 
 
 @triton.jit
@@ -274,8 +282,9 @@ def boundary(
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
     if world > 1 and alone and config.hold and pushed(x, exchange, world):
         found = configure_ranks(rows, width)
-        sizes |= {"EARLY": found.early, "PAUSE": found.pause, "num_warps": found.warps}
-        sizes["PAIRS"] = config.block * x.itemsize > VECTOR.value * 32 * found.warps
+        several = config.block * x.itemsize > VECTOR.value * 32 * found.warps  # vectors a thread
+        sizes |= {"EARLY": found.early, "PAIRS": found.pairs and several, "PAUSE": found.pause}
+        sizes |= {"num_warps": found.warps}
         launchable(ranks_boundary_kernel)[(rows,)](
             x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
             tokens, rows, pool_slots, unit * layer, unit * call, eps,
@@ -302,6 +311,7 @@ def compile_cases() -> list[CompileCase]:
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
     worlds = (
         (1, 1, 3, 8),
+        (8, 8, 3, 2),
         (32, 32, 3, 2),
         (128, 128, 3, 2),
         (72, 8, 11, 2),
