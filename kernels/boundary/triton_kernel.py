@@ -281,10 +281,9 @@ def boundary(
     row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
     if world > 1 and alone and config.hold and pushed(x, exchange, world):
-        found = configure_ranks(rows, width)
-        several = config.block * x.itemsize > VECTOR.value * 32 * found.warps  # vectors a thread
-        sizes |= {"EARLY": found.early, "PAIRS": found.pairs and several, "PAUSE": found.pause}
-        sizes |= {"num_warps": found.warps}
+        own = configure_ranks(rows, width)
+        pairs = own.pairs and config.block * x.itemsize > VECTOR.value * 32 * own.warps
+        sizes |= {"EARLY": own.early, "PAIRS": pairs, "PAUSE": own.pause, "num_warps": own.warps}
         launchable(ranks_boundary_kernel)[(rows,)](
             x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
             tokens, rows, pool_slots, unit * layer, unit * call, eps,
