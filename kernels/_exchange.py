@@ -9,7 +9,7 @@ publishes s has read s - 1 of all, and they had then read s - 2. That holds whil
 out: a program makes all its calls. What stands behind the step counter's growth has negative numbers.
 
 On a GPU two slots a rank follow the halves, into which the other ranks push small parts, and flags count
-twice as fast, for sums have two phases (`_exchange_triton.py`).
+PHASES times as fast, for large parts come in pieces (`_exchange_triton.py`).
 
 `peers` [8] i64 are the blocks' addresses in this process, the own one's included. 0 is a rank that
 is absent: it is never waited for and gives nothing. Flags outlive steps and are never reset alone: who
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONTROL = 32  # words
+PHASES = 16  # of a call, on a GPU
 FLAGS = 256  # a launch of more programs than that does not wait
 HEADER = CONTROL + FLAGS
 ERROR, LIMIT, OWNER, LIFE = 0, 1, 2, 8  # words of the control part; LIFE is one a rank

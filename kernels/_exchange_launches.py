@@ -13,10 +13,14 @@ from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
 from inkling_engine.kernels._exchange import FLAGS, WORD, half_words, slot_words
+from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._exchange_triton import (
+    await_all,
     blocks_of,
+    clean,
     meet,
     part_at,
+    publish,
     push,
     sequence_of,
     total,
@@ -24,22 +28,27 @@ from inkling_engine.kernels._exchange_triton import (
 from inkling_engine.kernels._triton import follow, launchable
 from inkling_engine.kernels.rmsnorm.triton_kernel import row_config
 
+MOST_PIECES = 4  # of a sum; each is a phase
+
 
 @triton.jit
 def push_sum_kernel(
     x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`sum_kernel` of a part that fits into a slot."""
+    """y = the sum of all ranks' x, `count` elements that fit into a slot: fp32, in rank order, rounded once."""
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
     follow()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    at, width = first + tl.arange(0, BLOCK), tl.minimum(count - first, BLOCK)
     values = tl.load(x + at, at < count, other=0.0)
-    push(values, at, at < count, peers, own, sequence, WORLD, HALF, SLOT)
-    found = total(
-        values, at, at < count, peers, exchange, own, sequence, WORLD, HALF, SLOT
-    )  # fmt: skip
+    push(values, first, width, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(values, first, width, peers, exchange, own, sequence, WORLD, HALF, SLOT)
     tl.store(y + at, found.to(y.dtype.element_ty), at < count)
+    tl.debug_barrier()
+    clean(
+        first, width, peers, exchange, own, sequence, x.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
+    )  # fmt: skip
 
 
 @triton.jit
@@ -57,25 +66,36 @@ def pulled_sum(
 
 
 @triton.jit
-def sum_kernel(
+def crossed_sum_kernel(
     x, peers, exchange, step_counter, rank, y, count, call, CALLS: tl.constexpr,
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    ROUNDS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """y = the sum of all ranks' x, `count` elements: fp32, in rank order, rounded once."""
+    """y = the sum of two ranks' x, `count` elements: fp32, in rank order, rounded once. Each writes its
+    part into the other's half, and a piece of ROUNDS blocks before it sums the one ahead of it."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    kind: tl.constexpr = x.dtype
-    mine = part_at(exchange.to(tl.int64), sequence, HALF, kind)
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        tl.store(mine + at, tl.load(x + at, at < count, other=0.0), at < count)
-    given = meet(peers, exchange, own, sequence, WORLD)
-    for i in range(ROUNDS):
-        at = first + i * step + tl.arange(0, BLOCK)
-        found = pulled_sum(x, peers, own, sequence, given, at, count, WORLD, HALF)
-        tl.store(y + at, found.to(y.dtype.element_ty), at < count)
+    block = tl.load(peers + 1 - own)
+    mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
+    theirs = part_at(tl.where(block == 0, exchange.to(tl.int64), block), sequence, HALF, x.dtype)
+    step = tl.num_programs(0) * BLOCK
+    for piece in range(PIECES + 1):
+        first = tl.program_id(0) * BLOCK + piece * ROUNDS * step
+        if piece < PIECES:
+            for i in range(ROUNDS):
+                at = first + i * step + tl.arange(0, BLOCK)
+                tl.store(theirs + at, tl.load(x + at, at < count, other=0.0), at < count)
+            publish(exchange, sequence, piece)
+        if piece > 0:
+            given = await_all(peers, exchange, own, sequence, piece - 1, WORLD)
+            known = tl.where((given >> (1 - own)) & 1 != 0, count, 0)
+            for i in range(-ROUNDS, 0):
+                at = first + i * step + tl.arange(0, BLOCK)
+                found = tl.load(x + at, at < count, other=0.0).to(tl.float32) + 0.0
+                found += tl.load(mine + at, at < known, other=0.0, cache_modifier=".cg").to(
+                    tl.float32
+                )
+                tl.store(y + at, found.to(y.dtype.element_ty), at < count)
 
 
 @triton.jit
@@ -84,8 +104,8 @@ def scatter_sum_kernel(
     WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """`sum_kernel` of many ranks: each sums a segment and leaves it where its own part of it was, where
-    the others fetch it. A segment whose rank gives nothing is summed by all."""
+    """The sum of many ranks: each sums a segment and leaves it where its own part of it was, where the
+    others fetch it. A segment whose rank gives nothing is summed by all."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
     mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
@@ -150,10 +170,14 @@ def push_embed_kernel(
         held = held & (t < tl.load(starts + ROWS))
     row = table + clamp(token, 0, VOCAB - 1).to(tl.int64) * WIDTH
     values = tl.load(row + column, column < tl.where(held, WIDTH, 0), other=0.0)
-    at = t * WIDTH + column
-    push(values, at, mask, peers, own, sequence, WORLD, HALF, SLOT)
-    found = total(values, at, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
-    tl.store(y + at, found.to(y.dtype.element_ty), mask)
+    first = t * WIDTH
+    push(values, first, WIDTH, peers, own, sequence, WORLD, HALF, SLOT)
+    found = total(values, first, WIDTH, peers, exchange, own, sequence, WORLD, HALF, SLOT)
+    tl.store(y + first + column, found.to(y.dtype.element_ty), mask)
+    tl.debug_barrier()
+    clean(
+        first, WIDTH, peers, exchange, own, sequence, y.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
+    )  # fmt: skip
 
 
 @triton.jit
@@ -198,11 +222,12 @@ def embed_kernel(
 Ranks = tuple[Tensor, Tensor, Tensor, Tensor]  # peers, exchange, step_counter, rank
 
 
-def pushed(part_bytes: int, exchange: Tensor, world: int) -> bool:
-    """Whether a part of that many bytes fits into a slot."""
-    words = exchange.shape[0]
-    assert part_bytes <= WORD * half_words(words, world), f"a part of {part_bytes} bytes"
-    return part_bytes <= WORD * slot_words(words, world)
+def pushed(part: Tensor, exchange: Tensor, world: int) -> bool:
+    """Whether a part [T, H] fits into a slot, and its rows are whole vectors, as a thread takes them."""
+    words, size = exchange.shape[0], part.nbytes
+    assert size <= WORD * half_words(words, world), f"a part of {size} bytes"
+    whole = part.shape[1] * part.itemsize % VECTOR.value == 0
+    return whole and size <= WORD * slot_words(words, world)
 
 
 def layout(exchange: Tensor, calls: int, world: int) -> dict[str, int]:
@@ -217,17 +242,30 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
     y, count = torch.empty_like(x), x.numel()
     arguments = x, *ranks, y, count, LAYER_UNIT.value * call
     known = layout(ranks[1], calls, world)
-    if pushed(x.nbytes, ranks[1], world):
+    if pushed(x, ranks[1], world):
         block = 1024 if count <= 132 * 1024 else 2048
         launchable(push_sum_kernel)[(triton.cdiv(count, block),)](
             *arguments, **known, BLOCK=block, num_warps=block // 256, num_stages=1
         )
         return y
-    # what each rank reads of the others is less in segments from three ranks on
-    kernel, share = (sum_kernel, count) if world == 2 else (scatter_sum_kernel, count // world)
-    block, warps, programs, rounds = blocks_of(share, 4096)
-    launchable(kernel)[(programs,)](
-        *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
+    if world > 2:  # what each rank reads of the others is less in segments
+        block, warps, programs, rounds = blocks_of(count // world, 4096)
+        launchable(scatter_sum_kernel)[(programs,)](
+            *arguments, **known, BLOCK=block, ROUNDS=rounds, num_warps=warps, num_stages=1
+        )
+        return y
+    # 4096 x 4096 takes 104 us in four pieces, 107 in eight of half the blocks; its writes alone take 94
+    block, warps, programs, rounds = blocks_of(count, 16384 if count > FLAGS * 32768 else 8192)
+    pieces = min(MOST_PIECES, rounds)
+    rounds = triton.cdiv(rounds, pieces)
+    launchable(crossed_sum_kernel)[(programs,)](
+        *arguments,
+        **known,
+        BLOCK=block,
+        ROUNDS=rounds,
+        PIECES=pieces,
+        num_warps=warps,
+        num_stages=1,
     )
     return y
 
@@ -262,7 +300,7 @@ def embedded(
         "WIDTH": width,
         "BLOCK": block,
     }
-    if pushed(y.nbytes, ranks[1], world):
+    if pushed(y, ranks[1], world):
         launchable(push_embed_kernel)[(count,)](*arguments, **known, num_warps=warps, num_stages=1)
         return y
     programs = min(FLAGS, count)

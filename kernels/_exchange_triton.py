@@ -3,15 +3,18 @@
 
 A small part is pushed: written into the other ranks' slots, where each element tells by its bits
 that it has come. So a receiver polls memory of its own, and there is no flag and no fence between. It
-zeroes what it has taken. Whoever pushes call s + 2 has had all ranks' call s + 1, which they gave in
-a launch after that which cleaned call s: two slots a rank are enough.
+zeroes what it has taken, last of all. Whoever pushes call s + 2 has had all ranks' call s + 1, which they
+gave in a launch after that which cleaned call s: two slots a rank are enough.
 
 A large part stays at home and is pulled. Flag i is program i's, and grids are the same on all ranks: a
-program publishes what the programs of its number on other ranks read. One thread polls; what it sees all
-threads get through shared memory, for they must leave the loop together. Peers' memory is read past the
-L1 cache.
+program publishes what the programs of its number on other ranks read. A flag is PHASES * sequence + phase:
+a program may publish its part piece by piece, a piece a phase. One thread polls; what it sees all threads
+get through shared memory, for they must leave the loop together. Peers' memory is read past the L1 cache.
 
-In both forms a program gives before it waits, and programs start in order, so that no rank waits for one
+A large part of a sum of two ranks is written into the other's half, and published likewise: stores fill a
+link better than loads. Who writes call s + 2 has had call s + 1 of the other, which has then read s.
+
+In all forms a program gives before it waits, and programs start in order, so that no rank waits for one
 that cannot begin. Nothing is given before `follow()`.
 """
 
@@ -22,12 +25,12 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
-from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, LIMIT_MS
+from inkling_engine.kernels._exchange import CONTROL, ERROR, FLAGS, HEADER, LIMIT, LIMIT_MS, PHASES
+from inkling_engine.kernels._exchange_poll import TRIES, awaited
 from inkling_engine.kernels._triton import COMPILED, follow
 
 _CONTROL, _ERROR, _LIMIT = tl.constexpr(CONTROL), tl.constexpr(ERROR), tl.constexpr(LIMIT)
-_HEADER, _LIMIT_MS = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS)
-TRIES = tl.constexpr(64)  # polls between two looks at the clock
+_HEADER, _LIMIT_MS, _PHASES = tl.constexpr(HEADER), tl.constexpr(LIMIT_MS), tl.constexpr(PHASES)
 
 
 @triton.jit
@@ -71,20 +74,31 @@ def arrived(exchange, flag, sequence, r):
 
 
 @triton.jit
-def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexpr = 0):
-    """Publish what the program wrote to its half, in `phase` 0 or 1 of a call; a bit for each rank that
-    has come as far. A flag is 2 * sequence + phase."""
-    program = tl.program_id(0)
-    sequence = 2 * sequence + phase
+def publish(exchange, sequence, phase):
+    """Let the other ranks read what the program has written to its half, as `phase` of the call."""
     tl.debug_barrier()  # every thread has written its part
-    tl.atomic_xchg(exchange + _CONTROL + program, sequence, sem="release", scope="sys")
-    given = tl.full((), 0, tl.int32)
+    flag = exchange + _CONTROL + tl.program_id(0)
+    tl.atomic_xchg(flag, sequence * _PHASES + phase, sem="release", scope="sys")
+
+
+@triton.jit
+def await_all(peers, exchange, own, sequence, phase, WORLD: tl.constexpr):
+    """Wait until the other ranks have published `phase` of the call; a bit for each rank that has."""
+    given = tl.full((), 1, tl.int32) << own
     for r in range(WORLD):
-        block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
-        if block != 0:
-            flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + program
-            given |= arrived(exchange, flag, sequence, r).to(tl.int32) << r
+        block = tl.load(peers + r)
+        if (block != 0) & (r != own):
+            flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + tl.program_id(0)
+            came = arrived(exchange, flag, sequence * _PHASES + phase, r)
+            given |= came.to(tl.int32) << r
     return given
+
+
+@triton.jit
+def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexpr = 0):
+    """Publish `phase`, and wait for the other ranks'."""
+    publish(exchange, sequence, phase)
+    return await_all(peers, exchange, own, sequence, phase, WORLD)
 
 
 @triton.jit
@@ -138,60 +152,58 @@ def slot_at(block, sequence, source, kind: tl.constexpr, WORLD: tl.constexpr, HA
 
 @triton.jit
 def push(
-    values, at, mask, peers, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
+    values, first, width, peers, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
     SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Write `values` at the elements `at` of this rank's slot in every other block. No element has
-    zero bits: the receiver knows by them what has come. A zero is sent as -0, which adds the same."""
+    """Write the first `width` of `values` at the elements from `first` of this rank's slot in every other
+    block. No element has zero bits: the receiver knows by them what has come. A zero is sent as -0,
+    which adds the same."""
     if values.dtype.primitive_bitwidth == 16:
         bits = values.to(tl.int16, bitcast=True)
         bits = tl.where(bits == 0, -(2**15), bits).to(tl.int16)
     else:
         bits = values.to(tl.int32, bitcast=True)
         bits = tl.where(bits == 0, -(2**31), bits).to(tl.int32)
+    at = tl.arange(0, values.shape[0])
     for r in range(WORLD):
         block = tl.load(peers + r)
         if (block != 0) & (r != own):
             slot = slot_at(block, sequence, own, values.dtype, WORLD, HALF, SLOT)
-            tl.store(slot + at, bits, mask)
+            tl.store(slot + first + at, bits, at < width)
 
 
 @triton.jit
-def missing_of(bits):
-    """How many elements have not come; all threads learn the same."""
-    return tl.sum((bits == 0).to(tl.int32))
-
-
-@triton.jit
-def take(exchange, slot, mask, r):
-    """What rank r has pushed to `slot` (pointers), once all has come; zeros, and noted, when time is over.
-    The slot is then clean: all threads leave the wait together, so none cleans too early."""
-    bits = tl.load(slot, mask, other=1, volatile=True)
-    missing = missing_of(bits)
-    if missing != 0:
+def take(
+    exchange, slot, width, r, kind: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    PAUSE: tl.constexpr,
+):  # fmt: skip
+    """fp32 of what rank r pushes to the first `width` elements of `kind` at the pointer `slot`, once it
+    has come; what has not come when time is over is zero, and noted. The interpreter polls by programs."""
+    if COMPILED:
+        return awaited(exchange, slot, width, r, BLOCK, PAIRS, PAUSE)
+    else:
+        at = tl.arange(0, BLOCK)
+        bits = tl.load(slot + at, at < width, other=1, volatile=True)
         polls = tl.full((), 0, tl.int32)
-        begin = nanoseconds(polls)
-        failed = tl.full((), 0, tl.int64)
-        while (missing != 0) & (failed == 0):
-            stop = polls + TRIES
-            while (missing != 0) & (polls < stop):
-                bits = tl.load(slot, mask, other=1, volatile=True)
-                missing = missing_of(bits)
-                polls += 1
-            limit = tl.load(exchange + _LIMIT)
-            late = nanoseconds(polls) - begin > tl.where(limit == 0, _LIMIT_MS, limit) * 1000000
-            noted = tl.where(late & (missing != 0), r + 1, 0).to(tl.int64)
+        failed = tl.load(exchange + _ERROR)
+        while (tl.sum((bits == 0).to(tl.int32)) != 0) & (failed == 0):
+            bits = tl.load(slot + at, at < width, other=1, volatile=True)
+            polls += 1
+            late = polls > tl.load(exchange + _LIMIT)
+            noted = tl.where(late, r + 1, 0).to(tl.int64)
             failed = tl.atomic_cas(exchange + _ERROR, tl.full((), 0, tl.int64), noted)
-    tl.store(slot, tl.zeros_like(bits), mask)
-    return tl.where(missing == 0, bits, 0).to(bits.dtype)
+        whole = tl.sum((bits == 0).to(tl.int32)) == 0
+        bits = tl.where(whole & (at < width), bits, 0).to(bits.dtype)
+        return bits.to(kind, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def total(
-    values, at, mask, peers, exchange, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
-    SLOT: tl.constexpr,
+    values, first, width, peers, exchange, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
+    SLOT: tl.constexpr, PAIRS: tl.constexpr = False, PAUSE: tl.constexpr = 0,
 ):  # fmt: skip
-    """fp32 sum in rank order of `values` and what the other ranks have pushed at the same elements."""
+    """fp32 sum in rank order of `values` and what the other ranks push at the same elements. PAIRS and
+    PAUSE are `awaited`'s."""
     kind: tl.constexpr = values.dtype
     found = tl.zeros_like(values).to(tl.float32)
     for r in range(WORLD):
@@ -199,9 +211,24 @@ def total(
             found += values.to(tl.float32)
         elif tl.load(peers + r) != 0:
             slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
-            bits = take(exchange, slot + at, mask, r)
-            found += bits.to(kind, bitcast=True).to(tl.float32)
+            found += take(
+                exchange, slot + first, width, r, kind, values.shape[0], PAIRS, PAUSE
+            )  # fmt: skip
     return found
+
+
+@triton.jit
+def clean(
+    first, width, peers, exchange, own, sequence, kind: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr,
+):  # fmt: skip
+    """Zero `width` of the BLOCK elements of `kind` from `first` of the own slots. Between that and
+    their `total` is a barrier, for a thread may wait for what another one cleans."""
+    at = tl.arange(0, BLOCK)
+    for r in range(WORLD):
+        if (r != own) & (tl.load(peers + r) != 0):
+            slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
+            tl.store(slot + first + at, tl.zeros((BLOCK,), slot.dtype.element_ty), at < width)
 
 
 def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:
@@ -209,4 +236,4 @@ def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:
     block = 1024 if count <= FLAGS * 1024 else largest
     blocks = max(1, triton.cdiv(count, block))
     programs = min(FLAGS, blocks)
-    return block, block // 256, programs, triton.cdiv(blocks, programs)
+    return block, min(16, block // 256), programs, triton.cdiv(blocks, programs)

@@ -33,6 +33,7 @@ from inkling_engine.kernels._conv_triton import (
 )
 from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.kernels._exchange_launches import layout, pushed, summed
+from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._triton import (
     CompileCase,
     await_last,
@@ -75,6 +76,31 @@ def configure(tokens: int, width: int) -> Config:
     strip = 1 if tokens <= 256 else 4 if tokens <= 1024 else 16 if tokens <= 2048 else 32
     warps = max(1, min(16, block // 256))
     return Config(block, strip, hold, warps, stages=4 if hold and strip == 32 else 1)
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """Warps, whether a row loads what it needs before it waits for the launch before, whether threads
+    poll two vectors at once, ns between polls."""
+
+    warps: int
+    early: bool
+    pairs: bool
+    pause: int
+
+
+def configure_ranks(rows: int, width: int) -> RanksConfig:
+    """Of a step with a row a token, over ranks."""
+    if rows == 1:
+        warps, early, pairs, pause = 16, True, False, 0
+    elif rows <= 16:
+        warps, early, pairs, pause = 8, True, True, 0
+    elif rows <= 64:
+        warps, early, pairs, pause = 8, True, False, 40
+    else:
+        warps, early, pairs, pause = 16, False, False, 40
+    most = triton.next_power_of_2(width) * warps // 4096
+    return RanksConfig(max(1, min(warps, most)), early, pairs, pause)
 
 
 @triton.jit
@@ -254,7 +280,10 @@ def boundary(
     sizes |= {"DESTINATIONS": wanted, "DESTINED": triton.next_power_of_2(wanted)}
     row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
-    if world > 1 and alone and config.hold and pushed(x.nbytes, exchange, world):
+    if world > 1 and alone and config.hold and pushed(x, exchange, world):
+        own = configure_ranks(rows, width)
+        pairs = own.pairs and config.block * x.itemsize > VECTOR.value * 32 * own.warps
+        sizes |= {"EARLY": own.early, "PAIRS": pairs, "PAUSE": own.pause, "num_warps": own.warps}
         launchable(ranks_boundary_kernel)[(rows,)](
             x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
             tokens, rows, pool_slots, unit * layer, unit * call, eps,
@@ -279,7 +308,15 @@ def compile_cases() -> list[CompileCase]:
     i64, cases = {"dtype": torch.int64}, []
     sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
-    worlds = ((1, 1, 3, 8), (32, 32, 3, 2), (72, 8, 11, 2), (4096, 8, 3, 8))
+    worlds = (
+        (1, 1, 3, 8),
+        (8, 8, 3, 2),
+        (32, 32, 3, 2),
+        (128, 128, 3, 2),
+        (72, 8, 11, 2),
+        (4096, 8, 3, 2),
+        (4096, 8, 3, 8),
+    )
     alone = [(*size, 3, 1) for size in sizes] + [(*size, 1) for size in drafting]
     for tokens, rows, ring, world in (*alone, *worlds):
         cases += launches(

@@ -24,7 +24,7 @@ from inkling_engine.kernels._conv_triton import (
     turns,
     wants_snapshots,
 )
-from inkling_engine.kernels._exchange_triton import push, sequence_of, total
+from inkling_engine.kernels._exchange_triton import clean, push, sequence_of, total
 from inkling_engine.kernels._triton import follow
 from inkling_engine.kernels.boundary.triton_walk import (
     history,
@@ -53,6 +53,21 @@ def renewal_of(
 
 
 @triton.jit
+def before_sum(
+    taps, old, length, x, residual, first, count, at, some, channels, RING: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a row's first token needs but its sum: residual, last tap, what old inputs add."""
+    carried = tl.load(residual + at + channels, some, other=0.0)
+    z0 = history(old, length, 0, x, first, 0, channels, RING, WIDTH)
+    z1 = history(old, length, 0, x, first, 1, channels, RING, WIDTH)
+    z2 = history(old, length, 0, x, first, 2, channels, RING, WIDTH)
+    w0, w1, w2, w3 = split_taps(taps, BLOCK)
+    past, _, _ = partial_sums(z0, z1, z2, w0, w1, w2)
+    return carried, w3, tl.where(count > 0, past, 0.0)
+
+
+@triton.jit
 def one_of_many(
     i, token, count, old, ring, length, residual, conv_weight, norm_weight, eps, hidden, normed,
     mask, channels, RING: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -65,7 +80,9 @@ def one_of_many(
     z1 = history(old, length, i, sums, token, 1, channels, RING, WIDTH)
     z2 = history(old, length, i, sums, token, 2, channels, RING, WIDTH)
     base = tl.load(residual + at, mask, other=0.0).to(tl.float32)
-    w0, w1, w2, w3 = split_taps(load_taps(conv_weight, channels, mask), BLOCK)
+    tap = conv_weight + channels * 4  # few registers: these tokens are rare
+    w0, w1 = tl.load(tap, mask, other=0.0), tl.load(tap + 1, mask, other=0.0)
+    w2, w3 = tl.load(tap + 2, mask, other=0.0), tl.load(tap + 3, mask, other=0.0)
     past, _, _ = partial_sums(z0, z1, z2, w0, w1, w2)
     past = tl.where(i < count, past, 0.0)
     gain = tl.load(norm_weight + channels, mask, other=0.0)
@@ -83,12 +100,13 @@ def ranks_boundary_kernel(
     tokens, rows, pool_slots, layer, call, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr,
     RING: tl.constexpr, CALLS: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
-    SLOT: tl.constexpr,
+    SLOT: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr, PAUSE: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
-    taps = load_taps(conv_weight, channels, mask)
-    gain = tl.load(norm_weight + channels, mask, other=0.0)
+    if EARLY:
+        taps = load_taps(conv_weight, channels, mask)
+        gain = tl.load(norm_weight + channels, mask, other=0.0)
     eps = tl.cast(eps, tl.float32)  # a compiled program passes it in double precision
     row = tl.program_id(0)
     live = clamp(tl.load(starts + rows), 0, tokens)
@@ -105,32 +123,36 @@ def ranks_boundary_kernel(
     ring = ring_at(conv_pool, layer, pool_slots, slot, RING, WIDTH)
     wanted = wants_snapshots(destination_slots, row, DESTINATIONS, DESTINED)
     at = token_of(0, first, count, spare) * WIDTH
-    some = channels < tl.where(taken > 0, WIDTH, 0)
-    carried = tl.load(residual + at + channels, some, other=0.0)
-    z0 = history(old, length, 0, x, first, 0, channels, RING, WIDTH)
-    z1 = history(old, length, 0, x, first, 1, channels, RING, WIDTH)
-    z2 = history(old, length, 0, x, first, 2, channels, RING, WIDTH)
-    w0, w1, w2, w3 = split_taps(taps, BLOCK)
-    past, _, _ = partial_sums(z0, z1, z2, w0, w1, w2)
-    past = tl.where(count > 0, past, 0.0)
+    width = tl.where(taken > 0, WIDTH, 0)
+    some = channels < width
+    if EARLY:
+        carried, w3, past = before_sum(
+            taps, old, length, x, residual, first, count, at, some, channels, RING, WIDTH, BLOCK
+        )
     follow()
     values = tl.load(x + at + channels, some, other=0.0)
-    push(values, at + channels, some, peers, own, sequence, WORLD, HALF, SLOT)
+    push(values, at, width, peers, own, sequence, WORLD, HALF, SLOT)
     for i in range(1, taken):
-        to = token_of(i, first, count, spare) * WIDTH + channels
-        more = tl.load(x + to, mask, other=0.0)
-        push(more, to, mask, peers, own, sequence, WORLD, HALF, SLOT)
+        to = token_of(i, first, count, spare) * WIDTH
+        more = tl.load(x + to + channels, mask, other=0.0)
+        push(more, to, WIDTH, peers, own, sequence, WORLD, HALF, SLOT)
+    if not EARLY:
+        taps = load_taps(conv_weight, channels, mask)
+        gain = tl.load(norm_weight + channels, mask, other=0.0)
+        carried, w3, past = before_sum(
+            taps, old, length, x, residual, first, count, at, some, channels, RING, WIDTH, BLOCK
+        )
     z = total(
-        values, at + channels, some, peers, exchange, own, sequence, WORLD, HALF, SLOT
+        values, at, width, peers, exchange, own, sequence, WORLD, HALF, SLOT, PAIRS, PAUSE
     ).to(x.dtype.element_ty)  # fmt: skip
     sums = hidden + first * WIDTH
     if (taken > 1) | wanted:
         tl.store(hidden + at + channels, z, some)
         for i in range(1, taken):
-            to = token_of(i, first, count, spare) * WIDTH + channels
-            more = tl.load(x + to, mask, other=0.0)
-            found = total(more, to, mask, peers, exchange, own, sequence, WORLD, HALF, SLOT)
-            tl.store(hidden + to, found.to(hidden.dtype.element_ty), mask)
+            to = token_of(i, first, count, spare) * WIDTH
+            more = tl.load(x + to + channels, mask, other=0.0)
+            found = total(more, to, WIDTH, peers, exchange, own, sequence, WORLD, HALF, SLOT)
+            tl.store(hidden + to + channels, found.to(hidden.dtype.element_ty), mask)
         tl.debug_barrier()
     n0 = renewal_of(z, old, length, sums, 0, count, moved, channels, RING, WIDTH)
     n1 = renewal_of(z, old, length, sums, 1, count, moved, channels, RING, WIDTH)
@@ -157,3 +179,8 @@ def ranks_boundary_kernel(
     renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
     renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
     renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)
+    for i in range(taken):
+        to = token_of(i, first, count, spare) * WIDTH
+        clean(
+            to, WIDTH, peers, exchange, own, sequence, x.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
+        )

@@ -63,8 +63,11 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def capture(calls: Iterable[Call]) -> torch.cuda.CUDAGraph:
-    """One graph of all `calls`, after each has run once: compilation may not fall in a capture."""
+def capture(calls: Iterable[Call], overlap: bool = True) -> torch.cuda.CUDAGraph:
+    """One graph of all `calls`, after each has run once: compilation may not fall in a capture.
+
+    If `overlap`, launches overlap as an engine's do; otherwise edges are as they were captured.
+    """
     calls = tuple(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -76,7 +79,8 @@ def capture(calls: Iterable[Call]) -> torch.cuda.CUDAGraph:
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:
                 call()
-    overlap_launches(graph.raw_cuda_graph())
+    if overlap:
+        overlap_launches(graph.raw_cuda_graph())
     graph.instantiate()
     torch.cuda.synchronize()
     return graph

@@ -27,6 +27,7 @@ from inkling_engine.kernels._exchange import (
     ERROR,
     HEADER,
     LIMIT,
+    PHASES,
     exchange_words,
 )
 from inkling_engine.kernels.boundary import boundary
@@ -312,4 +313,4 @@ def test_a_rank_that_never_comes_is_noted(
     for found in (first, second):
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other.cpu(), 1e-6)
-    assert int(group.tensors[0][1][CONTROL]) == (0 if pushed else 2 * (2 + 1))
+    assert int(group.tensors[0][1][CONTROL]) == (0 if pushed else PHASES * (2 + 1))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ from kernels.test_exchange import (
 from kernels.test_ops import assert_close
 from torch import Tensor
 
-from inkling_engine.kernels import _exchange
+from inkling_engine.kernels import _exchange, _exchange_poll, _exchange_triton
+from inkling_engine.kernels._case_rows import INERT, Row, Step
 from inkling_engine.kernels._cases import normal
 from inkling_engine.kernels._exchange import (
     CONTROL,
@@ -38,10 +40,12 @@ from inkling_engine.kernels._exchange import (
     FLAGS,
     HEADER,
     LIMIT,
+    PHASES,
     exchange_words,
     half_words,
     slot_words,
 )
+from inkling_engine.kernels._exchange_launches import summed
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.candidates import candidates
@@ -54,6 +58,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 WORLD, OWN, COUNTER = 4, 1, 7
 SEGMENT = TOKENS * WIDTH // WORLD
+ALONE = Step((Row(1, 9, 2), INERT, Row(2, 1), INERT), bucket_tokens=TOKENS)  # one launch, if pushed
+STEPS = (STEP, ALONE)
 Blocks = list[Tensor]
 
 
@@ -71,7 +77,7 @@ def bits_of(part: Tensor) -> Tensor:
     return bits.where(bits != 0, torch.iinfo(kind).min)
 
 
-def blocks_before(call: int, given: list[Tensor], pushed: bool, flag: int = 2) -> Blocks:
+def blocks_before(call: int, given: list[Tensor], pushed: bool, flag: int = PHASES) -> Blocks:
     """Every rank's block; as if the peers had published, or pushed, `given` in `call`."""
     sequence = COUNTER * CALLS + call + 1
     words = exchange_words(4 * TOKENS * WIDTH, WORLD if pushed else 0)
@@ -121,12 +127,17 @@ def calls_of(dtype: torch.dtype) -> list[tuple[Op, int, list[Tensor], list[Any],
     mine = table[OWN * VOCAB : (OWN + 1) * VOCAB]
     x = [part(r, 0, dtype) for r in range(WORLD)]
     logits = [normal(TOKENS, COLUMNS, seed=r) for r in range(WORLD)]
-    step = (STEP.token_rows, STEP.slots, STEP.sources, STEP.starts, STEP.lengths)
-    conv = normal(WIDTH, 4), norm, STEP.rings(1, 3, WIDTH, dtype)
+    steps = [
+        [x[OWN], x[0], normal(WIDTH, 4), norm, step.rings(1, 3, WIDTH, dtype)] for step in STEPS
+    ]
+    for values, step in zip(steps, STEPS, strict=True):
+        values += [step.token_rows, step.slots, step.sources, step.starts, step.lengths]
+        values += step.destinations
     norms, draft = (norm, norm, norm), (-1, CALLS, 1e-6, WORLD, True)
     return [
         (embed_norm, 0, held, [tokens, mine, norm], [0, CALLS, 1e-6, WORLD]),
-        (boundary, 1, x, [x[OWN], x[0], *conv, *step, *STEP.destinations], [0, 1, CALLS, 1e-6, WORLD]),
+        (boundary, 1, x, steps[0], [0, 1, CALLS, 1e-6, WORLD]),
+        (boundary, 2, x, steps[1], [0, 2, CALLS, 1e-6, WORLD]),
         (gather_logits, 2, logits, [logits[OWN], UNSURE], [2, CALLS, WORLD, WORLD * COLUMNS - 3]),
         (draft_input, -1, held, [x[0], tokens, mine, *norms, *rows], [0, 0, *draft]),
     ]  # fmt: skip
@@ -140,7 +151,7 @@ def compare(
 
     def run(how: Callable[..., Any], pushed: bool, flag: int) -> tuple[list[Tensor], Blocks]:
         blocks = blocks_before(call, given, pushed, flag)
-        if op is boundary and flag == 2 and not pushed:
+        if op is boundary and flag == PHASES and not pushed:
             segments_summed(
                 blocks, call, given, [r for r in range(WORLD) if r not in (absent, late)]
             )
@@ -152,7 +163,7 @@ def compare(
         found = how(*copies, *ranks(blocks, absent), *after)
         return list(found) if isinstance(found, tuple) else [found], blocks
 
-    (wanted, theirs), (found, ours) = run(op.reference, False, 1), run(op.launch, pushed, 2)
+    (wanted, theirs), (found, ours) = run(op.reference, False, 1), run(op.launch, pushed, PHASES)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 8e-3 if one.dtype == torch.bfloat16 else 1e-6)
     assert int(ours[OWN][ERROR]) == int(theirs[OWN][ERROR]) == (0 if late is None else 1 + late)
@@ -160,7 +171,7 @@ def compare(
         published(call, given[OWN], ours, absent)
         return
     summed, sequence = op is boundary, COUNTER * CALLS + call + 1
-    assert int(ours[OWN][CONTROL]) == 2 * sequence + summed, "another sequence is published"
+    assert int(ours[OWN][CONTROL]) == PHASES * sequence + summed, "another sequence is published"
     left = given[OWN].flatten().clone()
     if summed:
         there = [part for r, part in enumerate(given) if r not in (absent, late)]
@@ -182,7 +193,7 @@ def published(call: int, own: Tensor, blocks: Blocks, absent: int | None) -> Non
 
 def a_flag_is_one_programs() -> None:
     """The part of a program whose flag has not come is not read."""
-    op, call, given, before, after = calls_of(torch.float32)[2]
+    op, call, given, before, after = calls_of(torch.float32)[3]
     blocks = blocks_before(call, given, pushed=False)
     blocks[3][CONTROL + 1] -= 1
     whole = op.launch(*before, *ranks(blocks), *after)
@@ -205,6 +216,25 @@ def what_a_program_misses_is_absent() -> None:
         found.append(op.launch(*copies, *ranks(blocks), *after)[1])
         assert int(blocks[OWN][ERROR]) == 4
     assert torch.equal(found[0], found[1])
+
+
+def a_sum_comes_piece_by_piece() -> None:
+    """Over two ranks: two programs of four pieces, of which the other rank's second one has two."""
+    x = [normal(7, 8192, seed=r) for r in range(2)]
+    words, sequence = exchange_words(x[0].nbytes), COUNTER * CALLS + 2
+    blocks = [torch.zeros(words, dtype=torch.int64) for _ in x]
+    part_of(blocks[OWN], 1, torch.float32)[: x[0].numel()] = x[0].flatten()
+    blocks[0][CONTROL : CONTROL + 2] = torch.tensor([3, 1]) + PHASES * sequence
+    blocks[OWN][LIMIT] = 5
+    peers, block, counter, own = ranks(blocks)
+    with mock.patch.object(_exchange_triton, "FLAGS", 2):
+        y = summed(x[OWN], (peers, block, counter, own), 1, CALLS, 2)
+    wanted = x[0] + x[1]
+    wanted[5] = x[1][5]
+    assert torch.equal(y, wanted)
+    assert torch.equal(part_of(blocks[0], 1, y.dtype)[: y.numel()], x[OWN].flatten())
+    assert blocks[OWN][CONTROL : CONTROL + 2].tolist() == [PHASES * sequence + 3] * 2
+    assert int(blocks[OWN][ERROR]) == 1
 
 
 def candidates_are_all_ranks() -> None:
@@ -234,6 +264,14 @@ def candidates_are_all_ranks() -> None:
         assert counter[2:].tolist() == ([0, 0] if sure.all() else [int((~sure).sum()), COUNTER + 1])
 
 
+def test_assembly_is_written_into_programs_as_it_is() -> None:
+    """Inductor escapes nothing in a kernel's constants, which it writes between quotes."""
+    texts = [str(getattr(one, "value", "")) for one in vars(_exchange_poll).values()]
+    waits = [text for text in texts if "poll:" in text]
+    assert len(waits) == 4
+    assert not any(character in text for character in "'\\\n" for text in waits)
+
+
 def main() -> None:
     """All ops: with all peers, one absent, one that never comes."""
     from support.interpreter import repair_interpreter
@@ -250,6 +288,7 @@ def main() -> None:
                         compared += 1
         if most == 0:
             a_flag_is_one_programs()
+            a_sum_comes_piece_by_piece()
             candidates_are_all_ranks()
         else:
             what_a_program_misses_is_absent()
@@ -263,7 +302,7 @@ def test_launches_read_what_the_peers_gave() -> None:
     command = [sys.executable, __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "42 calls"
+    assert done.stdout.splitlines()[-1] == "54 calls"
 
 
 if __name__ == "__main__":
