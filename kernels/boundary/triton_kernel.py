@@ -260,27 +260,24 @@ def boundary(
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
     row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
+    few, hasty = config.hold and config.strip == 1 and not alone, rows == 1
+    held, numbers = (residual, conv_weight, norm_weight, conv_pool), (tokens, rows, pool_slots)
     if world > 1 and alone and config.hold and pushed(x.nbytes, exchange, world):
         launchable(ranks_boundary_kernel)[(rows,)](
-            x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
-            tokens, rows, pool_slots, unit * layer, unit * call, eps, **sizes,
-            **layout(exchange, calls, world),
+            x, *held, *row_inputs, *ranks, hidden, normed, *numbers, unit * layer, unit * call,
+            eps, **sizes, **layout(exchange, calls, world),
         )  # fmt: skip
         return hidden, normed
     if world > 1:
         x = summed(x, ranks, call, calls, world)
-    given = (
-        x, residual, conv_weight, norm_weight, conv_pool, token_rows, *row_inputs, hidden, normed,
-        tokens, rows, pool_slots, unit * layer, eps,
-    )  # fmt: skip
     programs = rows if alone else rows + triton.cdiv(tokens, config.strip)
-    if not alone and config.hold and config.strip == 1:
-        launchable(few_boundary_kernel)[(programs,)](*given, HASTY=rows == 1, **sizes)
-    else:
-        launchable(boundary_kernel)[(programs,)](
-            *given, STRIP=config.strip, HOLD=config.hold, ALONE=alone,
-            STAGES=1 if alone else config.stages, HASTY=tokens == rows == 1, **sizes,
-        )  # fmt: skip
+    given = (x, *held, token_rows, *row_inputs, hidden, normed, *numbers, unit * layer, eps)
+    if few:
+        launchable(few_boundary_kernel)[(programs,)](*given, HASTY=hasty, **sizes)
+        return hidden, normed
+    sizes |= {"STRIP": config.strip, "HOLD": config.hold, "ALONE": alone, "HASTY": alone and hasty}
+    stages = 1 if alone else config.stages
+    launchable(boundary_kernel)[(programs,)](*given, STAGES=stages, **sizes)
     return hidden, normed
 
 
