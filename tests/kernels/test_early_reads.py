@@ -43,11 +43,12 @@ EARLY = {  # by kernel: what it reads before it waits, weights and what earlier 
     "scan_kernel": {"slots", "emits", "request_state"},
     "pick_kernel": {"slots", "emits"},
 }
+GUESSING = {"draft_scan_kernel", "draft_pick_kernel", "draft_input_kernel"}
 HASTY = {  # by rows and drafts: the kernels that let the next launch begin at once
     (1, 0): {"vector_kernel", "boundary_kernel", "down_kernel"},
     (8, 0): {"down_few_kernel"},
-    (1, 8): {"few_boundary_kernel", "down_few_kernel"},
-    (8, 8): set[str](),
+    (1, 8): {"few_boundary_kernel", "down_few_kernel", *GUESSING},
+    (8, 8): GUESSING,
 }
 
 
