@@ -5,7 +5,7 @@ rows of the weight in registers. Up to 128: tiles on the tensor cores, narrow on
 programs read; up to 16 a few whole rows are held again, where there are few. fp32 is IEEE here; through cuBLAS it is unless the process allows TF32, and bf16
 sums are fp32 unless it allows reduced precision.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
 
 from typing import NamedTuple
 
