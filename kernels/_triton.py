@@ -68,6 +68,14 @@ def begin_next():
 
 
 @triton.jit
+def follow_as(HASTY: tl.constexpr):
+    """`follow` of a kernel that, if it is HASTY, has let the next launch begin first of all."""
+    await_last()
+    if not HASTY:
+        begin_next()
+
+
+@triton.jit
 def loaded(x):
     """`x` as its load left it: what a use needs of its layout is done behind this, not at the load.
 

@@ -24,6 +24,7 @@ from inkling_engine.kernels._triton import (
     follow,
     launchable,
     launches,
+    loaded,
     meta,
     prefetch,
 )
@@ -44,6 +45,7 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
 
 MOST_SPLITS = 128
 MERGED = 8192  # values that a split merges at a time
+SHARES = 2  # of a kv head's query heads, where blocks leave half of the processors free
 TILE = 16  # tokens of a row; of the 17 that drafting may have to follow most rounds have fewer
 
 
@@ -51,7 +53,7 @@ TILE = 16  # tokens of a row; of the 17 that drafting may have to follow most ro
 class Config:
     """Splits of a row's keys, splits that merge, warps, stages.
 
-    `single`: no split has more than one block.
+    `single`: no split has more than one block. `shares`: programs of a kv head, some query heads each.
     """
 
     splits: int
@@ -59,10 +61,11 @@ class Config:
     warps: int
     stages: int
     single: bool = False
+    shares: int = 1
 
 
 def configure(
-    rows: int, kv_heads: int, lines: int, capacity: int, window: int, held: int, wide: bool
+    rows: int, kv_heads: int, group: int, held: int, capacity: int, window: int, wide: bool
 ) -> Config:
     """Two programs a processor; a block each in windows of few rows.
 
@@ -71,12 +74,15 @@ def configure(
     and 20 us in 2, 4 and 8 (a window, eight warps). One row takes 9.0 us in blocks of their own, 11.5
     in twos. Loops of so many splits are short: 1 us less at 8 rows without stages.
     """
-    programs, warps = rows * kv_heads, max(4, lines // 16)
+    programs, warps = rows * kv_heads, max(4, held * triton.next_power_of_2(group) // 16)
     if window:
         blocks = triton.cdiv(window + held - 2, 64) + 1
         splits = blocks if programs * blocks <= PROCESSORS else 1
         single = splits == blocks
-        return Config(splits, 16, warps, stages=1 if wide or single else 2, single=single)
+        fit = SHARES * programs * splits <= PROCESSORS and group % SHARES == 0
+        shares = SHARES if single and fit else 1
+        stages = 1 if wide or single else 2
+        return Config(splits, 16, max(4, warps // shares), stages, single, shares)
     splits = max(256 // programs, capacity // 16384)
     splits = max(1, min(splits, triton.cdiv(capacity, 128), MOST_SPLITS))
     mergers = min(64, triton.next_power_of_2(splits))
@@ -94,6 +100,20 @@ def prefetch_keys(
     keys = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
     prefetch(keys)
     prefetch(keys + KV_HEADS * PAGE * DIM)
+
+
+@triton.jit
+def load_keys(
+    kv_pool, page, block, n, low, last, layer, pages, head, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """The keys block * BLOCK + `n`, and the values of those from `low` to `last`, zeros elsewhere."""
+    d, keys = tl.arange(0, DIMS), block * BLOCK + n
+    at = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
+    inside = (d < DIM)[None, :]
+    read = ((keys >= low) & (keys <= last))[:, None] & inside
+    k = tl.load(at, inside, other=0.0)
+    return k, tl.load(at + KV_HEADS * PAGE * DIM, read, other=0.0)
 
 
 @triton.jit
@@ -161,6 +181,17 @@ def merge_lines(
 
 
 @triton.jit
+def clear_heads(
+    out, token, head, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Zeros in GROUP heads of a token from `head`."""
+    spare, d = tl.arange(0, GROUPS)[:, None], tl.arange(0, DIMS)[None, :]
+    line, inside = tl.cast(token, tl.int64) * HEADS + head + spare, (spare < GROUP) & (d < DIM)
+    tl.store(out + line * DIM + d, tl.zeros((GROUPS, DIMS), out.dtype.element_ty), inside)
+
+
+@triton.jit
 def verify_kernel(
     q, r, rel_proj, kv_pool, page_table, slots, starts, lengths, out, partial, stats, flags,
     tokens, rows, lines, pages, layer,
@@ -169,11 +200,14 @@ def verify_kernel(
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TABLE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
     MERGERS: tl.constexpr, SLICE: tl.constexpr, SHIFTS: tl.constexpr, SINGLE: tl.constexpr,
-    TILES: tl.constexpr, FIRST: tl.constexpr,
+    TILES: tl.constexpr, FIRST: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    STORED: tl.constexpr = KV_HEADS // SHARES  # in the pool
+    ONCE: tl.constexpr = SINGLE and SHARES > 1  # more lines leave no registers for it
     SCALE: tl.constexpr = 1.4426950408889634 / DIM
     split, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv = head // SHARES
     row, before = tile // TILES, tile % TILES * (LINES // GROUPS)
     token = clamp(tl.load(starts + row) + before, 0, tokens)
     count = clamp(tl.load(starts + row + 1), token, tokens) - token
@@ -192,7 +226,7 @@ def verify_kernel(
     end = tl.minimum(first + share, end)
     n = BLOCK - 1 - tl.arange(0, BLOCK)  # keys descend, so that their distances ascend
     page = page_of(table, first, n, PAGE, TABLE, BLOCK)
-    prefetch_keys(kv_pool, page, first, n, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM, DIMS)
+    prefetch_keys(kv_pool, page, first, n, layer, pages, kv, STORED, PAGE, BLOCK, DIM, DIMS)
     base = start - first * BLOCK - (BLOCK - 1)  # the least distance of the row's first token
     if SINGLE:
         bank = bank_at(rel_proj, base, REL, RELS, EXTENT, BLOCK)
@@ -204,10 +238,8 @@ def verify_kernel(
     d = tl.arange(0, DIMS)
     inside = (d < DIM)[None, :]
     if split == 0:  # the program also clears its share of the padded tokens
-        spare = tl.arange(0, GROUPS)[:, None]
         for padded in range(live + tile, tokens, rows * TILES):
-            to = out + (tl.cast(padded, tl.int64) * HEADS + head * GROUP + spare) * DIM + d[None, :]
-            tl.store(to, tl.zeros((GROUPS, DIMS), out.dtype.element_ty), (spare < GROUP) & inside)
+            clear_heads(out, padded, head * GROUP, HEADS, GROUP, GROUPS, DIM, DIMS)
     if (count == 0) | (split >= active):
         return
 
@@ -217,6 +249,12 @@ def verify_kernel(
     query = tl.load(q + line * DIM + heads * DIM + d[None, :], exists & inside, other=0.0)
     c = tl.arange(0, RELS)[None, :]
     relative = tl.load(r + line * REL + heads * REL + c, exists & (c < REL), other=0.0)
+    if ONCE:
+        k, v = load_keys(
+            kv_pool, page, first, n, low, last, layer, pages, kv, STORED, PAGE, BLOCK, DIM, DIMS
+        )
+        query, relative, k, v = loaded(query), loaded(relative), loaded(k), loaded(v)
+        bank, beyond = loaded(bank), loaded(beyond)
     r_high, r_low = two_parts(relative * DIM, rel_proj.dtype.element_ty)
     maximum = tl.full((LINES,), -1e30, tl.float32)
     total = tl.zeros((LINES,), tl.float32)
@@ -227,12 +265,12 @@ def verify_kernel(
         near = clamp(tl.maximum(start + 1 - EXTENT, 0) // BLOCK, first, end)
         for block in range(first, near):
             where = key_pointers(
-                kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
+                kv_pool, page, block, n, d, layer, pages, kv, STORED, PAGE, BLOCK, DIM
             )
             page = page_of(table, block + 1, n, PAGE, TABLE, BLOCK)
             keys = block * BLOCK + n
             k = tl.load(where, inside, other=0.0)
-            v = tl.load(where + KV_HEADS * PAGE * DIM, (keys >= low)[:, None] & inside, other=0.0)
+            v = tl.load(where + STORED * PAGE * DIM, (keys >= low)[:, None] & inside, other=0.0)
             scores = tl.zeros((LINES, BLOCK), tl.float32)
             maximum, total, output = attend_lines(
                 query, k, v, scores, position, keys, maximum, total, output, SCALE, WINDOW, FIRST
@@ -242,14 +280,12 @@ def verify_kernel(
             base = start - block * BLOCK - (BLOCK - 1)
             bank = bank_at(rel_proj, base, REL, RELS, EXTENT, BLOCK)
             beyond = bank_at(rel_proj, base + BLOCK, REL, RELS, EXTENT, SHIFTS)
-        where = key_pointers(
-            kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM
-        )
-        page = page_of(table, block + 1, n, PAGE, TABLE, BLOCK)
         keys = block * BLOCK + n
-        read = ((keys >= low) & (keys <= last))[:, None] & inside
-        k = tl.load(where, inside, other=0.0)
-        v = tl.load(where + KV_HEADS * PAGE * DIM, read, other=0.0)
+        if not ONCE:
+            k, v = load_keys(
+                kv_pool, page, block, n, low, last, layer, pages, kv, STORED, PAGE, BLOCK, DIM, DIMS
+            )  # fmt: skip
+            page = page_of(table, block + 1, n, PAGE, TABLE, BLOCK)
         scores = bias_of(r_high, r_low, bank, beyond, i[:, None])
         maximum, total, output = attend_lines(
             query, k, v, scores, position, keys, maximum, total, output, SCALE, WINDOW, FIRST
@@ -296,11 +332,14 @@ def attention_verify(
     (tokens, heads, dim), (rel, extent), rows = q.shape, rel_proj.shape, slots.shape[0]
     (lines, table), (pages, _, kv_heads, page) = page_table.shape, kv_pool.shape[1:5]
     group, wide = heads // kv_heads, q.dtype == torch.float32
+    least = max(1, 16 // triton.next_power_of_2(group))  # tokens of a tile of 16 lines
+    held = max(least, min(TILE, triton.next_power_of_2(most)))
+    config = configure(rows, kv_heads, group, held, table * page, window, wide)
+    kv_heads, group = kv_heads * config.shares, group // config.shares
     groups, dims = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
-    height = max(16, min(TILE, triton.next_power_of_2(most)) * groups)
+    height = max(16, held * groups)
     held = height // groups  # tokens of a tile
     tiles = rows * triton.cdiv(most, held)
-    config = configure(rows, kv_heads, height, table * page, window, held, wide)
     wider = 2 * groups if most > held else groups
     mergers = 1 if INTERPRETED else config.mergers
     padded = triton.next_power_of_2(config.splits)
@@ -318,6 +357,7 @@ def attention_verify(
         SPLITS=config.splits, BLOCK=64, PADDED=padded,
         MERGERS=mergers, SLICE=min(wider, max(1, MERGED * wider // groups // (padded * dims))),
         SHIFTS=max(16, held), SINGLE=config.single, TILES=tiles // rows, FIRST=first,
+        SHARES=config.shares,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out

@@ -43,6 +43,7 @@ from inkling_engine.kernels._triton import (
     launches,
     meta,
 )
+from inkling_engine.kernels.boundary.triton_few import few_boundary_kernel
 from inkling_engine.kernels.boundary.triton_ranks import ranks_boundary_kernel
 from inkling_engine.kernels.boundary.triton_walk import (
     history,
@@ -50,6 +51,7 @@ from inkling_engine.kernels.boundary.triton_walk import (
     load_taps,
     partial_sums,
     split_taps,
+    walked,
 )
 
 
@@ -101,13 +103,6 @@ def configure_ranks(rows: int, width: int) -> RanksConfig:
         warps, early, pairs, pause = 16, False, False, 40
     most = triton.next_power_of_2(width) * warps // 4096
     return RanksConfig(max(1, min(warps, most)), early, pairs, pause)
-
-
-@triton.jit
-def walked(count, STRIP: tl.constexpr, RING: tl.constexpr):
-    """How many tokens the program of a row with `count` walks: all that read old inputs, or the first
-    if none but it reads an entry that the row overwrites and every token has a program."""
-    return tl.where((STRIP == 1) & (count <= RING - 2), 1, 3)
 
 
 @triton.jit
@@ -249,6 +244,18 @@ def boundary_kernel(
             keep(y, gain, eps, hidden, normed, to, mask, WIDTH)
 
 
+def sizes_of(config: Config, width: int, ring: int, destinations: int) -> dict[str, int]:
+    """What all launches are told by name."""
+    return {
+        "WIDTH": width,
+        "BLOCK": config.block,
+        "RING": ring,
+        "DESTINATIONS": destinations,
+        "DESTINED": triton.next_power_of_2(destinations),
+        "num_warps": config.warps,
+    }
+
+
 def boundary(
     x: Tensor,
     residual: Tensor,
@@ -274,30 +281,32 @@ def boundary(
 ) -> tuple[Tensor, Tensor]:
     """Hidden state and its norm; see the package docstring."""
     (tokens, width), rows, (pool_slots, ring) = x.shape, slots.shape[0], conv_pool.shape[1:3]
-    config, unit, wanted = configure(tokens, width), LAYER_UNIT.value, destination_slots.shape[1]
+    config, unit = configure(tokens, width), LAYER_UNIT.value
+    sizes = sizes_of(config, width, ring, destination_slots.shape[1])
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
-    sizes = {"WIDTH": width, "BLOCK": config.block, "RING": ring, "num_warps": config.warps}
-    sizes |= {"DESTINATIONS": wanted, "DESTINED": triton.next_power_of_2(wanted)}
     row_inputs = slots, sources, starts, lengths, destination_slots, destination_offsets
     ranks, alone = (peers, exchange, step_counter, rank), tokens <= rows
+    few, hasty = config.hold and config.strip == 1 and not alone, rows == 1
+    held, numbers = (residual, conv_weight, norm_weight, conv_pool), (tokens, rows, pool_slots)
     if world > 1 and alone and config.hold and pushed(x, exchange, world):
         own = configure_ranks(rows, width)
         pairs = own.pairs and config.block * x.itemsize > VECTOR.value * 32 * own.warps
         sizes |= {"EARLY": own.early, "PAIRS": pairs, "PAUSE": own.pause, "num_warps": own.warps}
         launchable(ranks_boundary_kernel)[(rows,)](
-            x, residual, conv_weight, norm_weight, conv_pool, *row_inputs, *ranks, hidden, normed,
-            tokens, rows, pool_slots, unit * layer, unit * call, eps,
-            **sizes, **layout(exchange, calls, world),
+            x, *held, *row_inputs, *ranks, hidden, normed, *numbers, unit * layer, unit * call,
+            eps, **sizes, **layout(exchange, calls, world),
         )  # fmt: skip
         return hidden, normed
     if world > 1:
         x = summed(x, ranks, call, calls, world)
     programs = rows if alone else rows + triton.cdiv(tokens, config.strip)
-    launchable(boundary_kernel)[(programs,)](
-        x, residual, conv_weight, norm_weight, conv_pool, token_rows, *row_inputs, hidden, normed,
-        tokens, rows, pool_slots, unit * layer, eps, STRIP=config.strip, HOLD=config.hold,
-        ALONE=alone, STAGES=1 if alone else config.stages, HASTY=tokens == rows == 1, **sizes,
-    )  # fmt: skip
+    given = (x, *held, token_rows, *row_inputs, hidden, normed, *numbers, unit * layer, eps)
+    if few:
+        launchable(few_boundary_kernel)[(programs,)](*given, HASTY=hasty, **sizes)
+        return hidden, normed
+    sizes |= {"STRIP": config.strip, "HOLD": config.hold, "ALONE": alone, "HASTY": alone and hasty}
+    stages = 1 if alone else config.stages
+    launchable(boundary_kernel)[(programs,)](*given, STAGES=stages, **sizes)
     return hidden, normed
 
 

@@ -10,6 +10,13 @@ from inkling_engine.kernels._conv_triton import entry
 
 
 @triton.jit
+def walked(count, STRIP: tl.constexpr, RING: tl.constexpr):
+    """How many tokens the program of a row with `count` walks: all that read old inputs, or the first
+    if none but it reads an entry that the row overwrites and every token has a program."""
+    return tl.where((STRIP == 1) & (count <= RING - 2), 1, 3)
+
+
+@triton.jit
 def load_taps(conv_weight, channels, mask):
     """The four taps [BLOCK, 4] of every channel, from `conv_weight` [H, 4] read in one piece."""
     taps = channels[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -37,6 +44,23 @@ def history(
     where = tl.where(new, inputs + (j - 3) * WIDTH, held)
     known = tl.where(new, first + j >= 3, length + place >= 3)
     return tl.load(where + channels, channels < tl.where(known, WIDTH, 0), other=0.0)
+
+
+@triton.jit
+def old_input(old, length, place, channels, RING: tl.constexpr, WIDTH: tl.constexpr):
+    """z[place] of a row if it is an old input, zeros otherwise (length < 0: there are none)."""
+    known = (place < 3) & (length >= 0) & (length + place >= 3)
+    held = old + entry(tl.maximum(length, 0), place, RING) * WIDTH
+    return tl.load(held + channels, channels < tl.where(known, WIDTH, 0), other=0.0)
+
+
+@triton.jit
+def with_new(z, length, place, inputs, first, j, channels, WIDTH: tl.constexpr):
+    """`z` of `old_input`, or the input before the first token that lies there instead."""
+    new = (length < 0) | (place >= 3)
+    mask = channels < tl.where(new & (first + j >= 3), WIDTH, 0)
+    value = tl.load(inputs + (j - 3) * WIDTH + channels, mask, other=0.0)
+    return tl.where(new, value, z)
 
 
 @triton.jit

@@ -12,7 +12,14 @@ from torch import Tensor
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
 from inkling_engine.kernels._exchange import exchange_words
 from inkling_engine.kernels._exchange_launches import embedded
-from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels._triton import (
+    CompileCase,
+    await_last,
+    begin_next,
+    launchable,
+    launches,
+    meta,
+)
 from inkling_engine.kernels.rmsnorm.triton_kernel import normalised, row_config
 
 
@@ -23,10 +30,11 @@ def draft_input_kernel(
     DRAFTS: tl.constexpr, EPS: tl.constexpr, GATHERED: tl.constexpr, BACKBONE: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin_next()
     column, i = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
     mask = column < WIDTH
     gain = tl.load(hidden_norm + column, mask=mask, other=0.0).to(tl.float32)
-    follow()
+    await_last()
     held = i < tl.load(starts + ROWS)
     row = tl.minimum(tl.maximum(tl.load(token_rows + i), 0), ROWS - 1)
     token = tl.load(ids + tl.minimum(i + row * DRAFTS + depth // LAYER_UNIT, IDS - 1))

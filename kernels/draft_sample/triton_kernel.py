@@ -9,7 +9,14 @@ from torch import Tensor
 from inkling_engine.kernels import table
 from inkling_engine.kernels._conv_triton import LAYER_UNIT
 from inkling_engine.kernels._sampling_triton import NOTHING, gumbel, index_of, processed, ranked
-from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels._triton import (
+    CompileCase,
+    await_last,
+    begin_next,
+    launchable,
+    launches,
+    meta,
+)
 
 CHUNK = 1024  # ids of a program of the scan
 
@@ -50,7 +57,8 @@ def draft_scan_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """best [R, CHUNKS] i64: the highest processed, noisy logit of each chunk, and its id."""
-    follow()
+    begin_next()
+    await_last()
     chunk, row, depth = tl.program_id(0), tl.program_id(1), scaled_depth // LAYER_UNIT
     if tl.load(emits + row) == 0:
         return
@@ -73,7 +81,8 @@ def draft_pick_kernel(
     DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's chunks."""
-    follow()
+    begin_next()
+    await_last()
     row, lane, depth = tl.program_id(0), tl.arange(0, LANES), scaled_depth // LAYER_UNIT
     if tl.load(emits + row) == 0:
         return

@@ -9,7 +9,7 @@ the token's experts; the programs of a piece are neighbours, so an expert is rea
 import triton
 import triton.language as tl
 
-from inkling_engine.kernels._triton import follow, prefetch_rows
+from inkling_engine.kernels._triton import await_last, begin_next, follow, prefetch_rows
 from inkling_engine.kernels.experts.grouped_triton import gated
 
 
@@ -55,27 +55,35 @@ def gate_up_few_kernel(
 @triton.jit
 def down_few_kernel(
     act, w2, chosen, weights, starts, out, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-    LANES: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's out row: the rows of w2 of all its experts, held whole at once."""
-    token, slot = tl.program_id(0), tl.arange(0, LANES)
+    """A piece of a token's out row: the rows of w2 of all its experts, held whole at once.
+
+    A warp has the experts of one of PARTS parts and sums them before it sums its threads.
+    """
+    begin_next()
+    token = tl.program_id(0)
+    EACH: tl.constexpr = LANES // PARTS
+    slot = tl.arange(0, PARTS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, BLOCK_I)
     live = (token < tl.load(starts + ROWS)) & (slot < SLOTS)
     assignment = token * SLOTS + slot
     expert = tl.load(chosen + assignment, mask=slot < SLOTS, other=0)
     expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1).to(tl.int64)
-    line = (expert * HIDDEN)[:, None] + h[None, :]
-    within = live[:, None] & (h < HIDDEN)[None, :]
+    line = (expert * HIDDEN)[:, :, None] + h[None, None, :]
+    within = live[:, :, None] & (h < HIDDEN)[None, None, :]
     w = tl.load(
-        w2 + line[:, :, None] * WIDTH + i[None, None, :],
-        mask=within[:, :, None] & (i < WIDTH)[None, None, :], other=0.0,
+        w2 + line[:, :, :, None] * WIDTH + i[None, None, None, :],
+        mask=within[:, :, :, None] & (i < WIDTH)[None, None, None, :], other=0.0,
         eviction_policy="evict_first",
     )  # fmt: skip
     share = tl.load(weights + assignment, mask=live, other=0.0)
-    follow()  # choices and weights are older than the launch before
-    cell = assignment[:, None] * WIDTH + i[None, :]
-    values = tl.load(act + cell, mask=live[:, None] & (i < WIDTH)[None, :], other=0.0)
-    down = tl.sum(w.to(tl.float32) * values.to(tl.float32)[:, None, :], axis=2)
-    tl.store(out + token * HIDDEN + h, tl.sum(down * share[:, None], axis=0), mask=h < HIDDEN)
+    await_last()  # choices and weights are older than the launch before
+    cell = assignment[:, :, None] * WIDTH + i[None, None, :]
+    values = tl.load(act + cell, mask=live[:, :, None] & (i < WIDTH)[None, None, :], other=0.0)
+    values = values.to(tl.float32) * share[:, :, None]
+    down = tl.sum(w.to(tl.float32) * values[:, :, None, :], axis=1)
+    total = tl.sum(tl.sum(down, axis=2), axis=0)
+    tl.store(out + token * HIDDEN + h, total, mask=h < HIDDEN)

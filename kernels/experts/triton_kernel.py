@@ -26,7 +26,7 @@ from inkling_engine.kernels.experts.grouped_triton import (
 )
 
 FEW = 16  # tokens that a tile of `few_triton.py` has
-FEW_BYTES = 16384  # of weight that a program of `down_few` holds
+FEW_BYTES, DOWN_WARPS = 16384, 4  # of weight that a program of `down_few` holds
 DIRECT = 32  # tokens up to which that costs less than a launch
 EXACT = 256  # tokens up to which each expert's row is kept in fp32 until rows are mixed
 MIX_BLOCK = 1024
@@ -238,8 +238,8 @@ def experts_few(
     block_h = min(block_h, triton.next_power_of_2(hidden))
     launchable(down_few_kernel)[(tokens, triton.cdiv(hidden, block_h))](
         act, w2, chosen, weights, starts, out, ROWS=sizes["ROWS"], SLOTS=slots, LANES=lanes,
-        EXPERTS=count, HIDDEN=hidden, WIDTH=width, BLOCK_H=block_h, BLOCK_I=block_i,
-        num_warps=4,
+        PARTS=min(lanes, DOWN_WARPS), EXPERTS=count, HIDDEN=hidden, WIDTH=width, BLOCK_H=block_h,
+        BLOCK_I=block_i, num_warps=DOWN_WARPS,
     )  # fmt: skip
     return out
 

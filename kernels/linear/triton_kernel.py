@@ -2,10 +2,10 @@
 
 For few tokens the time is that of reading the weight once. One token: a program holds some whole
 rows of the weight in registers. Up to 128: tiles on the tensor cores, narrow ones, so that many
-programs read. fp32 is IEEE here; through cuBLAS it is unless the process allows TF32, and bf16
+programs read; up to 16 a few whole rows are held again, where there are few. fp32 is IEEE here; through cuBLAS it is unless the process allows TF32, and bf16
 sums are fp32 unless it allows reduced precision.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
 
 from typing import NamedTuple
 
@@ -29,6 +29,9 @@ TILE_BYTES = 32768  # of weight that a program of `vector_kernel` holds at most,
 LEAST_BYTES = 8192  # and at least,
 PROGRAMS = 3072  # unless there are as many, so that no processor waits for another
 MAX_DEPTH = 8192  # elements of a row that it takes at once
+HELD_COLUMNS, HELD_DEPTH = 8, 4096  # that a program of `held_kernel` takes at most
+AHEAD_BYTES = 2**24  # of weight that programs of `tile_kernel` fetch to L2 before x can be read
+MOST = 16  # tokens of a product that is `tile_kernel`'s whatever its size
 
 
 @triton.jit
@@ -58,29 +61,27 @@ def vector_kernel(
 def tile_kernel(
     x, weight, y, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y [TOKENS, COLUMNS] = x [TOKENS, DEPTH] @ weight [COLUMNS, DEPTH]^T, or a part of the depth
-    a warp and their sum in order."""
+    """y [TOKENS, COLUMNS] = x [TOKENS, DEPTH] @ weight [COLUMNS, DEPTH]^T, or each PARTS-th block of the
+    depth a warp and their sum in order; AHEAD elements of a row are fetched to L2 first."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    prefetch_rows(weight, n, 0, COLUMNS, DEPTH, DEPTH)
+    prefetch_rows(weight, n, 0, COLUMNS, AHEAD, DEPTH)
     follow()
     k = tl.arange(0, BLOCK_K)
-    SHARE: tl.constexpr = (DEPTH + PARTS - 1) // PARTS
     if PARTS == 1:
         depth = k[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         x_line, x_mask = m[:, None], (m < TOKENS)[:, None]
         w_line, w_mask = n[:, None].to(tl.int64), (n < COLUMNS)[:, None]
     else:
-        depth = (tl.arange(0, PARTS) * SHARE)[:, None, None] + k[None, None, :]
+        depth = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None] + k[None, None, :]
         total = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
         x_line, x_mask = m[None, :, None], (m < TOKENS)[None, :, None]
         w_line, w_mask = n[None, :, None].to(tl.int64), (n < COLUMNS)[None, :, None]
-    for start in range(0, SHARE, BLOCK_K):
+    for start in range(0, DEPTH, PARTS * BLOCK_K):
         deep = depth < DEPTH - start
-        if SHARE % BLOCK_K != 0:
-            deep &= k < SHARE - start
         w = tl.load(
             weight + w_line * DEPTH + depth + start, mask=w_mask & deep, other=0.0,
             eviction_policy="evict_first",
@@ -92,6 +93,35 @@ def tile_kernel(
         total = tl.sum(total, 0)
     line = y + m[:, None].to(tl.int64) * COLUMNS + n[None, :]
     tl.store(line, total, mask=(m < TOKENS)[:, None] & (n < COLUMNS)[None, :])
+
+
+@triton.jit
+def held_kernel(
+    x, weight, y, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """As `tile_kernel`; all weights of a program are on the way, then there, before x can be read."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    w_line, w_mask = n[None, :, None].to(tl.int64) * DEPTH, (n < COLUMNS)[None, :, None]
+    x_line, x_mask = m[None, :, None] * DEPTH, (m < TOKENS)[None, :, None]
+    held, values = (), ()
+    for start in tl.static_range(0, DEPTH, PARTS * BLOCK_K):
+        at, deep = depth + start, depth < DEPTH - start
+        held += (
+            tl.load(weight + w_line + at, w_mask & deep, other=0.0, eviction_policy="evict_first"),
+        )
+    follow()
+    for start in tl.static_range(0, DEPTH, PARTS * BLOCK_K):
+        at, deep = depth + start, depth < DEPTH - start
+        values += (tl.load(x + x_line + at, x_mask & deep, other=0.0),)
+    total = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    for step in tl.static_range((DEPTH + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)):
+        turned = tl.trans(held[step], 0, 2, 1)
+        total = tl.dot(values[step], turned, total, input_precision="ieee")
+    line = y + m[:, None].to(tl.int64) * COLUMNS + n[None, :]
+    tl.store(line, tl.sum(total, 0), mask=(m < TOKENS)[:, None] & (n < COLUMNS)[None, :])
 
 
 class Tiles(NamedTuple):
@@ -128,7 +158,7 @@ def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:
     us, sums of its parts included, in tiles 31.3 and 16.8. 4096 x 512 at 136 tokens, with the boundary
     behind it, which overlaps with ours: 11.3; cuBLAS 12.4.
     """
-    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else 16
+    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else MOST
     return tokens <= 16 or (item_bytes == 2 and tokens <= most)
 
 
@@ -141,8 +171,8 @@ def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles
         tiles = {16: Tiles(16, 8, 256, 4, 4, 3), 32: Tiles(32, 8, 128, 4, 4, 4)}.get(
             rows, Tiles(64, 16, 256, 1, 4, 4)
         )
-    elif rows == 16 and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
-        tiles = Tiles(16, 32, 256, 2, 2, 4)
+    elif rows <= 32 and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
+        tiles = {16: Tiles(16, 32, 256, 2, 2, 4), 32: Tiles(32, 32, 64, 8, 8, 3)}[rows]
     else:  # 3.7 us at 4096 x 512 and 8 tokens, 4.4 at 128
         tiles = Tiles(rows, 64 if rows == 64 else 32, 128, 1, 4, 4)
     return tiles._replace(depth=min(tiles.depth, max(16, triton.next_power_of_2(depth))))
@@ -169,11 +199,18 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if tokens == 1 and depth <= MAX_DEPTH:
         product_with_vector(x, weight, y, hasty=True)
         return y
+    if tokens <= 16 and columns < 2048 <= depth <= HELD_DEPTH and weight.element_size() == 2:
+        launchable(held_kernel)[(triton.cdiv(columns, HELD_COLUMNS),)](
+            x, weight, y, TOKENS=tokens, COLUMNS=columns, DEPTH=depth, BLOCK_M=16,
+            BLOCK_N=HELD_COLUMNS, BLOCK_K=256, PARTS=8, num_warps=8,
+        )  # fmt: skip
+        return y
     tiles = tile_config(tokens, columns, depth, weight.element_size())
+    ahead = min(depth, max(1, AHEAD_BYTES // (columns * weight.element_size())))
     grid = triton.cdiv(columns, tiles.columns), triton.cdiv(tokens, tiles.rows)
     launchable(tile_kernel)[grid](
         x, weight, y, TOKENS=tokens, COLUMNS=columns, DEPTH=depth, BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, PARTS=tiles.parts,
+        BLOCK_N=tiles.columns, BLOCK_K=tiles.depth, PARTS=tiles.parts, AHEAD=ahead,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y

@@ -91,30 +91,28 @@ def choose_kernel(
     """The TOP_K best routed experts of a token, then the shared ones, and their weights."""
     token, lane, slot = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, SLOT_LANES)
     line = logits + token * EXPERTS
-    mask, sink = lane < ROUTED, (slot >= TOP_K) & (slot < SLOTS)
+    mask, taken = lane < ROUTED, slot < SLOTS
     bias = tl.load(gate_bias + lane, mask=mask, other=0.0)
     scale = ROUTE_SCALE * tl.load(gate_scale)
     live = token < tl.load(starts + ROWS)
     follow()
     logit = tl.load(line + lane, mask=mask, other=0.0)
-    picked = tl.load(line + ROUTED - TOP_K + slot, mask=sink, other=0.0)
-    for _ in tl.static_range(1, SPLITS):
-        line += TOKENS * EXPERTS
-        logit += tl.load(line + lane, mask=mask, other=0.0)
-        picked += tl.load(line + ROUTED - TOP_K + slot, mask=sink, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        logit += tl.load(line + split * TOKENS * EXPERTS + lane, mask=mask, other=0.0)
     key = choice_keys(logit, bias, mask)
     chosen, place = ROUTED - TOP_K + slot, tl.zeros((LANES,), tl.int32)
     for j in tl.static_range(TOP_K):
         best, key = take_best(key, lane, LANES)
-        value = tl.sum(tl.where(lane == best, logit, 0.0), axis=0)
         chosen = tl.where(slot == j, best, chosen)
-        picked = tl.where(slot == j, value, picked)
         place = tl.where(lane == best, j + 1, place)
-    share = shares(picked, slot < SLOTS, scale)
+    picked = tl.load(line + chosen, mask=taken, other=0.0)  # a reduction for each is slower
+    for split in tl.static_range(1, SPLITS):
+        picked += tl.load(line + split * TOKENS * EXPERTS + chosen, mask=taken, other=0.0)
+    share = shares(picked, taken, scale)
     place = tl.where(live, place, 0).to(tl.int8)
     tl.store(places + token * ROUTED + lane, place, mask=mask)
-    tl.store(experts + token * SLOTS + slot, tl.where(live, chosen, 0), mask=slot < SLOTS)
-    tl.store(weights + token * SLOTS + slot, tl.where(live, share, 0.0), mask=slot < SLOTS)
+    tl.store(experts + token * SLOTS + slot, tl.where(live, chosen, 0), mask=taken)
+    tl.store(weights + token * SLOTS + slot, tl.where(live, share, 0.0), mask=taken)
 
 
 class Gate(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a kernel reads before it waits has been written: the launches of a decode step of one row.
+"""What a kernel reads before it waits has been written: the launches of decode steps and rounds.
 
 A launch begins when the one before it lets it: behind its wait, or at once if it is hasty. So behind a
 launch that is not hasty all but that one has ended, and behind hasty ones that many launches less.
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inkling_engine.artifacts.spec import Bucket
+from inkling_engine.artifacts.spec import Bucket, StepKind
 from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.models.inkling.shape import preset
 from inkling_engine.compile.options import BuildOptions, make_spec
@@ -29,9 +29,26 @@ ROWS = {"slots", "sources", "starts", "lengths", "destination_slots"}
 EARLY = {  # by kernel: what it reads before it waits, weights and what earlier steps wrote left out
     "boundary_kernel": ROWS | {"residual"},
     "ranks_boundary_kernel": ROWS | {"residual"},
+    "few_boundary_kernel": ROWS | {"residual", "token_rows"},
+    "prologue_kernel": ROWS | {"token_rows"},
     "decode_kernel": ROWS | {"locations"},
+    "verify_kernel": {"slots", "starts", "lengths", "page_table"},
+    "choose_kernel": {"starts"},
     "up_kernel": {"y", "starts"},
     "down_kernel": {"logits", "starts"},
+    "gate_up_few_kernel": {"starts"},
+    "down_few_kernel": {"chosen", "weights", "starts"},
+    "direct_kernel": {"starts"},
+    "mix_kernel": {"weights", "starts"},
+    "scan_kernel": {"slots", "emits", "request_state"},
+    "pick_kernel": {"slots", "emits"},
+}
+GUESSING = {"draft_scan_kernel", "draft_pick_kernel", "draft_input_kernel"}
+HASTY = {  # by rows and drafts: the kernels that let the next launch begin at once
+    (1, 0): {"vector_kernel", "boundary_kernel", "down_kernel"},
+    (8, 0): {"down_few_kernel"},
+    (1, 8): {"few_boundary_kernel", "down_few_kernel", *GUESSING},
+    (8, 8): GUESSING,
 }
 
 
@@ -48,8 +65,8 @@ class Launch(NamedTuple):
         return always and self.values.get("HASTY", True)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, world: int) -> list[Launch]:
-    """All launches of a decode step of one row, one of `world` ranks."""
+def launched(monkeypatch: pytest.MonkeyPatch, world: int, rows: int, drafts: int) -> list[Launch]:
+    """All launches of a decode step, or a round of `drafts` if any, on one of `world` ranks."""
     noted: list[Launch] = []
 
     class Recorder:
@@ -68,24 +85,32 @@ def launched(monkeypatch: pytest.MonkeyPatch, world: int) -> list[Launch]:
 
     shape = preset("inkling-small")
     assert shape is not None
-    options = BuildOptions(model="inkling-small", decode_buckets="1", max_context=2048, tp=world)
+    options = BuildOptions(
+        model="inkling-small",
+        decode_buckets=str(rows),
+        max_context=2048,
+        tp=world,
+        spec_depth=drafts,
+    )
     spec = make_spec(options, "inkling-small", shape, "cuda")
-    bucket = Bucket(kind="decode", rows=1, tokens=1)
+    kind: StepKind = "verify" if drafts else "decode"
+    bucket = Bucket(kind=kind, rows=rows, tokens=rows * (1 + drafts), drafts=drafts)
     weights = {entry.name: empty(entry) for entry in step_weights(spec)}
     pools = {entry.name: empty(entry) for entry in pool_entries(spec)}
     inputs = program_inputs(spec, bucket, step_weights(spec))
-    rows = {entry.name: empty(entry) for entry in inputs.rows}
+    lines = {entry.name: empty(entry) for entry in inputs.rows}
     monkeypatch.setattr(_triton, "_Recorder", Recorder)
     monkeypatch.setattr(Op, "__call__", lambda op, *arguments: op.launch(*arguments))
-    _triton.launches("step", step, spec, bucket, weights, pools, rows)
+    _triton.launches("step", step, spec, bucket, weights, pools, lines)
     return noted
 
 
 @pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (8, 0), (1, 8), (8, 8)])
 def test_early_reads_are_of_launches_that_have_ended(
-    world: int, monkeypatch: pytest.MonkeyPatch
+    world: int, rows: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = launched(monkeypatch, world)
+    noted = launched(monkeypatch, world, rows, drafts)
     written: dict[int, int] = {}  # by tensor, the launch that has it first
     checked = set()
     for number, launch in enumerate(noted):
@@ -99,7 +124,8 @@ def test_early_reads_are_of_launches_that_have_ended(
                 if argument in EARLY.get(name, ()) and first < number:
                     assert first < before, f"{name} {number} reads {argument} of {first} early"
                     checked.add(name)
-    other = "boundary_kernel" if world > 1 else "ranks_boundary_kernel"
-    assert checked == set(EARLY) - {other}
+    names = {launch.kernel.__name__ for launch in noted}
+    assert checked == names & set(EARLY)
+    assert checked >= {"choose_kernel"} if rows > 1 or drafts else {"up_kernel", "down_kernel"}
     hasty = {launch.kernel.__name__ for launch in noted if launch.hasty}
-    assert hasty == {"vector_kernel", "boundary_kernel", "down_kernel"} - {other}
+    assert hasty == names & HASTY[rows, drafts]
