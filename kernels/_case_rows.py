@@ -137,10 +137,11 @@ class Step:
     def kv(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
         """KV pool [layers, pages, 2, kv_heads, page_size, dim]: NaN where no row has a position."""
         pool = torch.full((layers, self.pages, 2, kv_heads, self.page_size, dim), torch.nan)
+        table = self.page_table.tolist()
         for row in self.rows:
             held = self.table_width * self.page_size
             for position in range(max(0, row.length + row.count - held), row.length + row.count):
-                page = int(self.page_table[row.slot, position // self.page_size % self.table_width])
+                page = table[row.slot][position // self.page_size % self.table_width]
                 value = normal(layers, 2, kv_heads, dim, seed=1000 * row.slot + position)
                 pool[:, page, :, :, position % self.page_size] = value
         return pool.to(dtype)

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 from support.builds import Builds, build_both, two_layers
 from support.checkpoints import write_random
+from support.once import Once
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The two-layer model."""
-    return write_random(tmp_path_factory.mktemp("two") / "two-layers", two_layers(), seed=1)
+    folder = tmp_path_factory.mktemp("two") / "two-layers"
+    return once("two-layers", lambda: write_random(folder, two_layers(), seed=1))
 
 
 @pytest.fixture(scope="session")
-def builds(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Builds:
+def builds(checkpoint: Path, once: Once, tmp_path_factory: pytest.TempPathFactory) -> Builds:
     """Both builds of the two-layer model, finished."""
-    return build_both(tmp_path_factory.mktemp("builds"), checkpoint)
+    return once("builds", lambda: build_both(tmp_path_factory.mktemp("builds"), checkpoint))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,3 +58,37 @@ def repair_interpreter() -> None:
     builder.create_dot = create_dot
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
+    _hasten()
+
+
+def _hasten() -> None:
+    """Have the same done in half the time.
+
+    As it comes, each call of a function looks through the whole language for what to patch, it is
+    computed whether sums and products overflow, which nobody reads without `debug`, an exclusive
+    or is reduced element by element, and every numpy type is looked up in a table made for that.
+    """
+    patch, reduced = interpreter._patch_lang, interpreter.ReduceOps.apply_impl
+    dtype_of_scalar = cache(interpreter._get_np_dtype)
+
+    def patch_once(_: Any) -> Any:
+        return patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        return self.rewrite()(*arguments, **named)
+
+    def apply_reduction(self: Any, values: tuple[Any, ...]) -> Any:
+        if self.combine_fn is not tl.standard._xor_combine:
+            return reduced(self, values)
+        (value,) = values
+        found = np.bitwise_xor.reduce(value.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, value.dtype)
+
+    def dtype_of(kind: Any) -> Any:
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else dtype_of_scalar(kind.scalar)
+
+    interpreter._patch_lang = patch_once
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    interpreter.ReduceOps.apply_impl = apply_reduction
+    interpreter._get_np_dtype = dtype_of
