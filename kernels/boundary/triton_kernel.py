@@ -90,6 +90,16 @@ class RanksConfig:
     pairs: bool
     pause: int
 
+    def sizes(self, row_bytes: int) -> dict[str, int]:
+        """What the launch is told; rows of that many bytes may have no two vectors for a thread."""
+        pairs = self.pairs and row_bytes > VECTOR.value * 32 * self.warps
+        return {
+            "EARLY": self.early,
+            "PAIRS": pairs,
+            "PAUSE": self.pause,
+            "num_warps": self.warps,
+        }
+
 
 def configure_ranks(rows: int, width: int) -> RanksConfig:
     """Of a step with a row a token, over ranks."""
@@ -289,9 +299,7 @@ def boundary(
     few, hasty = config.hold and config.strip == 1 and not alone, rows == 1
     held, numbers = (residual, conv_weight, norm_weight, conv_pool), (tokens, rows, pool_slots)
     if world > 1 and alone and config.hold and pushed(x, exchange, world):
-        own = configure_ranks(rows, width)
-        pairs = own.pairs and config.block * x.itemsize > VECTOR.value * 32 * own.warps
-        sizes |= {"EARLY": own.early, "PAIRS": pairs, "PAUSE": own.pause, "num_warps": own.warps}
+        sizes |= configure_ranks(rows, width).sizes(config.block * x.itemsize)
         launchable(ranks_boundary_kernel)[(rows,)](
             x, *held, *row_inputs, *ranks, hidden, normed, *numbers, unit * layer, unit * call,
             eps, **sizes, **layout(exchange, calls, world),
