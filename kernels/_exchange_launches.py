@@ -15,9 +15,9 @@ from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
 from inkling_engine.kernels._exchange import FLAGS, WORD, half_words, slot_words
 from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._exchange_triton import (
-    await_all,
     blocks_of,
     clean,
+    given_by,
     meet,
     part_at,
     publish,
@@ -87,8 +87,10 @@ def crossed_sum_kernel(
                 tl.store(theirs + at, tl.load(x + at, at < count, other=0.0), at < count)
             publish(exchange, sequence, piece)
         if piece > 0:
-            given = await_all(peers, exchange, own, sequence, piece - 1, WORLD)
-            known = tl.where((given >> (1 - own)) & 1 != 0, count, 0)
+            known = tl.full((), 0, tl.int32)
+            if block != 0:
+                given = given_by(exchange, block, sequence, piece - 1, 1 - own)
+                known = tl.where(given, count, 0)
             for i in range(-ROUNDS, 0):
                 at = first + i * step + tl.arange(0, BLOCK)
                 found = tl.load(x + at, at < count, other=0.0).to(tl.float32) + 0.0

@@ -82,23 +82,22 @@ def publish(exchange, sequence, phase):
 
 
 @triton.jit
-def await_all(peers, exchange, own, sequence, phase, WORLD: tl.constexpr):
-    """Wait until the other ranks have published `phase` of the call; a bit for each rank that has."""
-    given = tl.full((), 1, tl.int32) << own
-    for r in range(WORLD):
-        block = tl.load(peers + r)
-        if (block != 0) & (r != own):
-            flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + tl.program_id(0)
-            came = arrived(exchange, flag, sequence * _PHASES + phase, r)
-            given |= came.to(tl.int32) << r
-    return given
+def given_by(exchange, block, sequence, phase, r):
+    """Wait until rank r, whose block is at the address `block`, has published `phase` of the call."""
+    flag = block.to(tl.pointer_type(tl.int64)) + _CONTROL + tl.program_id(0)
+    return arrived(exchange, flag, sequence * _PHASES + phase, r)
 
 
 @triton.jit
 def meet(peers, exchange, own, sequence, WORLD: tl.constexpr, phase: tl.constexpr = 0):
-    """Publish `phase`, and wait for the other ranks'."""
+    """Publish `phase`, and wait for the other ranks'; a bit for each rank that has given it."""
     publish(exchange, sequence, phase)
-    return await_all(peers, exchange, own, sequence, phase, WORLD)
+    given = tl.full((), 0, tl.int32)
+    for r in range(WORLD):
+        block = tl.where(r == own, exchange.to(tl.int64), tl.load(peers + r))
+        if block != 0:
+            given |= given_by(exchange, block, sequence, phase, r).to(tl.int32) << r
+    return given
 
 
 @triton.jit
