@@ -10,6 +10,7 @@ processes share.
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ LONGEST = (  # files of more than half a minute, in the order in which they begi
 
 settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 settings.load_profile("reproducible")
+# of a run in the background it may be ignored, and so it would be in the processes that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
