@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 """Launches that exchange and do nothing else: sums, and rows of an embedding.
 
-Each has a form for parts that fit into a slot and one for larger parts (`_exchange_triton.py`).
+Each has a form for parts that fit into a slot and one for larger parts, a sum two: of two ranks, and of
+more (`_exchange_triton.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def crossed_sum_kernel(
     part into the other's half, and a piece of ROUNDS blocks before it sums the one ahead of it."""
     follow()
     own, sequence = tl.load(rank), sequence_of(tl.load(step_counter), call, CALLS)
-    block = tl.load(peers + 1 - own)
+    block = tl.load(peers + clamp(1 - own, 0, 1))
     mine = part_at(exchange.to(tl.int64), sequence, HALF, x.dtype)
     theirs = part_at(tl.where(block == 0, exchange.to(tl.int64), block), sequence, HALF, x.dtype)
     step = tl.num_programs(0) * BLOCK
@@ -258,13 +259,13 @@ def summed(x: Tensor, ranks: Ranks, call: int, calls: int, world: int) -> Tensor
         return y
     # 4096 x 4096 takes 104 us in four pieces, 107 in eight of half the blocks; its writes alone take 94
     block, warps, programs, rounds = blocks_of(count, 16384 if count > FLAGS * 32768 else 8192)
-    pieces = min(MOST_PIECES, rounds)
-    rounds = triton.cdiv(rounds, pieces)
+    each = triton.cdiv(rounds, MOST_PIECES)
+    pieces = triton.cdiv(rounds, each)
     launchable(crossed_sum_kernel)[(programs,)](
         *arguments,
         **known,
         BLOCK=block,
-        ROUNDS=rounds,
+        ROUNDS=each,
         PIECES=pieces,
         num_warps=warps,
         num_stages=1,

@@ -6,7 +6,7 @@ that it has come. So a receiver polls memory of its own, and there is no flag an
 zeroes what it has taken, last of all. Whoever pushes call s + 2 has had all ranks' call s + 1, which they
 gave in a launch after that which cleaned call s: two slots a rank are enough.
 
-A large part stays at home and is pulled. Flag i is program i's, and grids are the same on all ranks: a
+A large part stays at home and is pulled, but for a sum's of two ranks. Flag i is program i's, and grids are the same on all ranks: a
 program publishes what the programs of its number on other ranks read. A flag is PHASES * sequence + phase:
 a program may publish its part piece by piece, a piece a phase. One thread polls; what it sees all threads
 get through shared memory, for they must leave the loop together. Peers' memory is read past the L1 cache.

@@ -40,6 +40,14 @@ _STEPS = {
         bucket_tokens=7,
         ring=6,
     ),
+    "strips": Step(
+        rows=(Row(1, 3, 270, snapshots=((2, 5),)), INERT, Row(2, 0, 30)), bucket_tokens=310
+    ),
+    "strips-long-ring": Step(
+        rows=(Row(1, 41, 8), Row(4, 8, 262, source=9, snapshots=((4, 6),)), INERT),
+        bucket_tokens=275,
+        ring=11,
+    ),
     "swapped": Step(rows=(Row(1, 4, 2, source=2), Row(2, 6, 5, source=1)), bucket_tokens=8),
 }
 ALONE = Ranks()
@@ -71,7 +79,7 @@ def cases() -> list[Case]:
     alone = [
         _case(name, step, width, dtype)
         for name, step in _STEPS.items()
-        for width in (192, 37)
+        for width in ((192, 37) if step.bucket_tokens < 256 else (37,))
         for dtype in (torch.float32, torch.bfloat16)
     ]
     absent = [

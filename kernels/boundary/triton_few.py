@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
-"""The boundary of few tokens, several a row: a program has one token, and nothing but x is waited for.
+"""The boundary of few tokens, several a row: a program has one or few, and nothing but x is waited for.
 
-The first R programs have a row's first token and keep its conv state, the others a token each that
-no row program took. A program reads its residual, its old inputs and the taps before the launch
+The first R programs have a row's first token, or its first three if others would read old inputs that
+the row overwrites, and keep its conv state; the others have a token each that no row program took. A program reads its residual, its old inputs and the taps before the launch
 before has ended, then its inputs at once. State is kept last, since the next launch waits for norms.
 """
 

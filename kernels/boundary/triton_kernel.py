@@ -8,6 +8,9 @@ that no row program took. A step with a row a token has row programs alone. The 
 as three partial sums, so a strip reads its weights and every input once. Loads stand in the order in
 which their addresses are known, and taps are rearranged between threads last: that waits for all that
 was loaded before.
+
+A step of few tokens, several a row, has a kernel of its own (`triton_few.py`), and so has a step with a
+row a token over ranks (`triton_ranks.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ from inkling_engine.kernels._exchange_launches import layout, pushed, summed
 from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._triton import (
     CompileCase,
-    await_last,
     begin_next,
     follow,
+    follow_as,
     launchable,
     launches,
     meta,
@@ -199,9 +202,7 @@ def boundary_kernel(
         if HOLD:
             w0, w1, w2, w3 = split_taps(taps, BLOCK)
             s0, s1, s2 = partial_sums(z0, z1, z2, w0, w1, w2)
-        await_last()
-        if not HASTY:
-            begin_next()
+        follow_as(HASTY)
     n0 = renewal(old, length, inputs, 0, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
     n1 = renewal(old, length, inputs, 1, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
     n2 = renewal(old, length, inputs, 2, row_count, moved, channels, WIDTH, RING, WIDTH, WIDTH)
@@ -330,6 +331,7 @@ def compile_cases() -> list[CompileCase]:
     sizes = ((1, 1), (8, 8), (128, 128), (512, 8), (2048, 8), (4096, 8))
     drafting = ((9, 1, 11), (72, 8, 11), (4096, 8, 11))
     worlds = (
+        (1, 1, 3, 2),
         (1, 1, 3, 8),
         (8, 8, 3, 2),
         (32, 32, 3, 2),
@@ -339,24 +341,27 @@ def compile_cases() -> list[CompileCase]:
         (4096, 8, 3, 8),
     )
     alone = [(*size, 3, 1) for size in sizes] + [(*size, 1) for size in drafting]
-    for tokens, rows, ring, world in (*alone, *worlds):
+    every = [(case, torch.bfloat16) for case in (*alone, *worlds)]
+    for (tokens, rows, ring, world), dtype in (*every, *((w, torch.float32) for w in worlds[::2])):
+        own = {"dtype": dtype}
         cases += launches(
             f"boundary-t{tokens}"
             + (f"-ring{ring}" if ring > 3 else "")
-            + (f"-tp{world}" if world > 1 else ""),
+            + (f"-tp{world}" if world > 1 else "")
+            + ("-fp32" if dtype == torch.float32 else ""),
             boundary,
-            meta(tokens, width),
-            meta(tokens, width),
+            meta(tokens, width, **own),
+            meta(tokens, width, **own),
             meta(width, 4, dtype=torch.float32),
-            meta(width),
-            meta(42, 160, ring, width),
+            meta(width, **own),
+            meta(42, 160, ring, width, **own),
             meta(tokens, dtype=i32),
             *(meta(rows, dtype=i32) for _ in range(2)),
             meta(rows + 1, dtype=i32),
             meta(rows, dtype=i32),
             *(meta(rows, 1 + tokens // 512, dtype=i32) for _ in range(2)),
             meta(8, **i64),
-            meta(exchange_words(2 * tokens * width, world if world > 1 else 0), **i64),
+            meta(exchange_words(dtype.itemsize * tokens * width, world if world > 1 else 0), **i64),
             meta(4, **i64),
             meta(4, dtype=i32),
             *(3, 7, 86, 1e-6, world),

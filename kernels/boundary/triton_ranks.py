@@ -162,6 +162,7 @@ def ranks_boundary_kernel(
             old, length, sums, count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool, layer,
             pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
         )  # fmt: skip
+        tl.debug_barrier()  # every thread has read the sum, whose place the hidden row takes
     if taken > 1:
         for back in range(taken):  # from the last on: a hidden row takes the place of its sum
             i = taken - 1 - back

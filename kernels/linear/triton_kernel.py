@@ -2,8 +2,9 @@
 
 For few tokens the time is that of reading the weight once. One token: a program holds some whole
 rows of the weight in registers. Up to 128: tiles on the tensor cores, narrow ones, so that many
-programs read; up to 16 a few whole rows are held again, where there are few. fp32 is IEEE here; through cuBLAS it is unless the process allows TF32, and bf16
-sums are fp32 unless it allows reduced precision.
+programs read; up to 16 tokens some whole rows are held again, where the weight has few. fp32 is
+IEEE here; through cuBLAS it is unless the process allows TF32, and bf16 sums are fp32 unless it allows
+reduced precision.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
 
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from inkling_engine.kernels._triton import (
     CompileCase,
-    await_last,
     begin_next,
     follow,
+    follow_as,
     launchable,
     launches,
     meta,
@@ -31,7 +32,6 @@ PROGRAMS = 3072  # unless there are as many, so that no processor waits for anot
 MAX_DEPTH = 8192  # elements of a row that it takes at once
 HELD_COLUMNS, HELD_DEPTH = 8, 4096  # that a program of `held_kernel` takes at most
 AHEAD_BYTES = 2**24  # of weight that programs of `tile_kernel` fetch to L2 before x can be read
-MOST = 16  # tokens of a product that is `tile_kernel`'s whatever its size
 
 
 @triton.jit
@@ -49,9 +49,7 @@ def vector_kernel(
         weight + n[:, None].to(tl.int64) * DEPTH + k[None, :],
         mask=(n < COLUMNS)[:, None] & deep[None, :], other=0.0, eviction_policy="evict_first",
     )  # fmt: skip
-    await_last()
-    if not HASTY:
-        begin_next()
+    follow_as(HASTY)
     values = tl.load(x + k, mask=deep, other=0.0).to(tl.float32)
     product = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
     tl.store(y + n, product, mask=n < COLUMNS)
@@ -151,14 +149,14 @@ def vector_config(columns: int, depth: int, item_bytes: int) -> tuple[int, int, 
 
 
 def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:
-    """Whether the product is `tile_kernel`'s, one launch where cuBLAS often needs two.
+    """Whether the product is one launch of ours, where cuBLAS often needs two.
 
     832 x 4096 at 8, 32, 64 and 128 tokens: 5.1, 6.1, 8.8, 8.9 us; cuBLAS 7.6, 7.7, 8.0, 8.8. In a
     round of drafting cuBLAS is faster for 17 tokens: 4096 x 8192 and 4096 x 4096 take 22.4 and 14.0
     us, sums of its parts included, in tiles 31.3 and 16.8. 4096 x 512 at 136 tokens, with the boundary
     behind it, which overlaps with ours: 11.3; cuBLAS 12.4.
     """
-    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else MOST
+    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else 16
     return tokens <= 16 or (item_bytes == 2 and tokens <= most)
 
 
@@ -171,8 +169,8 @@ def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles
         tiles = {16: Tiles(16, 8, 256, 4, 4, 3), 32: Tiles(32, 8, 128, 4, 4, 4)}.get(
             rows, Tiles(64, 16, 256, 1, 4, 4)
         )
-    elif rows <= 32 and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
-        tiles = {16: Tiles(16, 32, 256, 2, 2, 4), 32: Tiles(32, 32, 64, 8, 8, 3)}[rows]
+    elif rows == 16 and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
+        tiles = Tiles(16, 32, 256, 2, 2, 4)
     else:  # 3.7 us at 4096 x 512 and 8 tokens, 4.4 at 128
         tiles = Tiles(rows, 64 if rows == 64 else 32, 128, 1, 4, 4)
     return tiles._replace(depth=min(tiles.depth, max(16, triton.next_power_of_2(depth))))

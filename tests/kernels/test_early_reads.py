@@ -44,11 +44,13 @@ EARLY = {  # by kernel: what it reads before it waits, weights and what earlier 
     "pick_kernel": {"slots", "emits"},
 }
 GUESSING = {"draft_scan_kernel", "draft_pick_kernel", "draft_input_kernel"}
-HASTY = {  # by rows and drafts: the kernels that let the next launch begin at once
-    (1, 0): {"vector_kernel", "boundary_kernel", "down_kernel"},
-    (8, 0): {"down_few_kernel"},
-    (1, 8): {"few_boundary_kernel", "down_few_kernel", *GUESSING},
-    (8, 8): GUESSING,
+HASTY = {  # by rows, drafts and tokens: the kernels that let the next launch begin at once
+    (1, 0, 1): {"vector_kernel", "boundary_kernel", "down_kernel"},
+    (8, 0, 8): {"down_few_kernel"},
+    (1, 8, 9): {"few_boundary_kernel", "down_few_kernel", *GUESSING},
+    (8, 8, 72): GUESSING,
+    (1, 0, 16): {"few_boundary_kernel", "down_few_kernel"},  # extends
+    (1, 0, 64): {"few_boundary_kernel"},
 }
 
 
@@ -65,8 +67,11 @@ class Launch(NamedTuple):
         return always and self.values.get("HASTY", True)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, world: int, rows: int, drafts: int) -> list[Launch]:
-    """All launches of a decode step, or a round of `drafts` if any, on one of `world` ranks."""
+def launched(
+    monkeypatch: pytest.MonkeyPatch, world: int, rows: int, drafts: int, tokens: int
+) -> list[Launch]:
+    """All launches of a step of so many tokens on one of `world` ranks: a round of `drafts` if there are
+    any, else a decode step or an extend."""
     noted: list[Launch] = []
 
     class Recorder:
@@ -93,8 +98,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, world: int, rows: int, drafts: int
         spec_depth=drafts,
     )
     spec = make_spec(options, "inkling-small", shape, "cuda")
-    kind: StepKind = "verify" if drafts else "decode"
-    bucket = Bucket(kind=kind, rows=rows, tokens=rows * (1 + drafts), drafts=drafts)
+    kind: StepKind = "verify" if drafts else "decode" if rows == tokens else "extend"
+    bucket = Bucket(kind=kind, rows=rows, tokens=tokens, drafts=drafts)
     weights = {entry.name: empty(entry) for entry in step_weights(spec)}
     pools = {entry.name: empty(entry) for entry in pool_entries(spec)}
     inputs = program_inputs(spec, bucket, step_weights(spec))
@@ -106,11 +111,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, world: int, rows: int, drafts: int
 
 
 @pytest.mark.parametrize("world", [1, 8])
-@pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (8, 0), (1, 8), (8, 8)])
+@pytest.mark.parametrize(("rows", "drafts", "tokens"), HASTY)
 def test_early_reads_are_of_launches_that_have_ended(
-    world: int, rows: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+    world: int, rows: int, drafts: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = launched(monkeypatch, world, rows, drafts)
+    noted = launched(monkeypatch, world, rows, drafts, tokens)
     written: dict[int, int] = {}  # by tensor, the launch that has it first
     checked = set()
     for number, launch in enumerate(noted):
@@ -126,6 +131,9 @@ def test_early_reads_are_of_launches_that_have_ended(
                     checked.add(name)
     names = {launch.kernel.__name__ for launch in noted}
     assert checked == names & set(EARLY)
-    assert checked >= {"choose_kernel"} if rows > 1 or drafts else {"up_kernel", "down_kernel"}
+    assert checked >= ({"choose_kernel"} if tokens > 1 else {"up_kernel", "down_kernel"})
     hasty = {launch.kernel.__name__ for launch in noted if launch.hasty}
-    assert hasty == names & HASTY[rows, drafts]
+    assert hasty == names & HASTY[rows, drafts, tokens]
+    assert HASTY[rows, drafts, tokens] - names <= (
+        {"boundary_kernel", *GUESSING} if world > 1 else set()
+    )

@@ -45,7 +45,7 @@ from inkling_engine.kernels._exchange import (
     half_words,
     slot_words,
 )
-from inkling_engine.kernels._exchange_launches import summed
+from inkling_engine.kernels._exchange_launches import pushed, summed
 from inkling_engine.kernels._op import Op
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.candidates import candidates
@@ -206,7 +206,7 @@ def a_flag_is_one_programs() -> None:
 
 
 def what_a_program_misses_is_absent() -> None:
-    """All that a rank pushed to a program, of which one element has not come."""
+    """All that a rank pushed to a program, of which one element has not come (compiled, to a thread)."""
     op, call, given, before, after = calls_of(torch.float32)[1]
     found = []
     for lost in (slice(WIDTH + 6, WIDTH + 7), slice(WIDTH, 2 * WIDTH)):
@@ -235,6 +235,23 @@ def a_sum_comes_piece_by_piece() -> None:
     assert torch.equal(part_of(blocks[0], 1, y.dtype)[: y.numel()], x[OWN].flatten())
     assert blocks[OWN][CONTROL : CONTROL + 2].tolist() == [PHASES * sequence + 3] * 2
     assert int(blocks[OWN][ERROR]) == 1
+
+
+def a_sum_without_the_other_rank_is_its_own() -> None:
+    """Over two ranks of which the other is absent, and nothing is waited for."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = normal(7, 8192, dtype=dtype)
+        blocks = [torch.zeros(exchange_words(x.nbytes), dtype=torch.int64) for _ in range(2)]
+        peers, block, counter, own = ranks(blocks, 0)
+        assert torch.equal(summed(x, (peers, block, counter, own), 1, CALLS, 2), x)
+        assert int(blocks[OWN][ERROR]) == 0
+
+
+def test_rows_of_whole_vectors_are_pushed() -> None:
+    block = torch.empty(exchange_words(1 << 12, 2), dtype=torch.int64, device="meta")
+    for width, whole in ((40, True), (37, False)):
+        part = torch.empty(4, width, dtype=torch.bfloat16, device="meta")
+        assert pushed(part, block, 2) == whole
 
 
 def candidates_are_all_ranks() -> None:
@@ -289,6 +306,7 @@ def main() -> None:
         if most == 0:
             a_flag_is_one_programs()
             a_sum_comes_piece_by_piece()
+            a_sum_without_the_other_rank_is_its_own()
             candidates_are_all_ranks()
         else:
             what_a_program_misses_is_absent()

@@ -24,6 +24,8 @@ class Once:
         path = self._folder / f"once-{name}"
         with filelock.FileLock(f"{path}.lock"):
             if not path.exists():
-                path.write_bytes(pickle.dumps(make()))
+                part = path.with_suffix(".part")  # a process may be killed while it writes
+                part.write_bytes(pickle.dumps(make()))
+                part.replace(path)
         made: Made = pickle.loads(path.read_bytes())
         return made
