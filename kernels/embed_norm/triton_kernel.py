@@ -61,13 +61,14 @@ def embed_norm(
 
 
 def compile_cases() -> list[CompileCase]:
-    """The whole vocabulary of inkling-small, and a TP-8 shard."""
+    """The whole vocabulary of inkling-small, and a TP-8 shard; that in fp32 too, which waits otherwise."""
     i32, i64 = {"dtype": torch.int32}, {"dtype": torch.int64}
     cases = []
-    for world in (1, 8):
-        table = meta(201024 // world, 4096)
-        block = meta(exchange_words(2 * 8 * 4096, world), **i64)
+    for world, dtype in ((1, torch.bfloat16), (8, torch.bfloat16), (8, torch.float32)):
+        table = meta(201024 // world, 4096, dtype=dtype)
+        block = meta(exchange_words(4 * 8 * 4096, world), **i64)
         ranks = meta(8, **i64), block, meta(4, **i64), meta(4, **i32)
-        arguments = meta(8, **i32), table, meta(4096), *ranks, 0, 86, 1e-6, world
-        cases += launches(f"embed_norm-tp{world}", embed_norm, *arguments)
+        arguments = meta(8, **i32), table, meta(4096, dtype=dtype), *ranks, 0, 86, 1e-6, world
+        name = f"embed_norm-tp{world}" + ("-fp32" if dtype == torch.float32 else "")
+        cases += launches(name, embed_norm, *arguments)
     return cases
