@@ -32,7 +32,6 @@ from inkling_engine.kernels._triton import (
     launches,
     loaded,
     meta,
-    prefetch,
 )
 from inkling_engine.kernels.attention_decode.merge_triton import finish, merge_parts
 from inkling_engine.kernels.attention_decode.newest_triton import (
@@ -51,6 +50,7 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
     page_of,
+    prefetch_keys,
     relative_scores,
     softmax_step,
     table_line,
@@ -147,19 +147,6 @@ def keys_and_values(
 
 
 @triton.jit
-def prefetch_block(
-    kv_pool, page, block, n, layer, pages, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Fetch the keys and values of a block to L2."""
-    SPAN: tl.constexpr = min(DIMS, 128 // (kv_pool.dtype.element_ty.primitive_bitwidth // 8))
-    d = tl.minimum(tl.arange(0, DIMS // SPAN) * SPAN, DIM - 1)
-    keys = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
-    prefetch(keys)
-    prefetch(keys + KV_HEADS * PAGE * DIM)
-
-
-@triton.jit
 def decode_kernel(
     qkvr, kv_conv, q_norm, k_norm, kv_pool, conv_pool, locations, slots, sources, starts, lengths,
     destination_slots, destination_offsets, rel_proj, page_table, out, partial, stats, flags,
@@ -223,9 +210,7 @@ def decode_kernel(
         )  # fmt: skip
         k, v = loaded(k), loaded(v)
     elif busy:
-        prefetch_block(
-            kv_pool, page, first, n, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM, DIMS
-        )
+        prefetch_keys(kv_pool, page, first, n, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM, DIMS)
     follow()  # only the token's q, k, v, r come from the launch before
 
     if (row >= live) & (split == 0):  # the program also clears the padded token of its number

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels._conv_triton import LAYER_UNIT, clamp
-from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta, prefetch
 
 PROCESSORS = 132  # of an H200
 
@@ -56,6 +56,19 @@ def key_pointers(
         line += (block * BLOCK + n) % PAGE
         pointers = kv_pool + (tl.expand_dims(line, axis) * DIM + d)
     return pointers
+
+
+@triton.jit
+def prefetch_keys(
+    kv_pool, page, block, n, layer, pages, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Fetch the keys block * BLOCK + `n` and their values to L2."""
+    SPAN: tl.constexpr = 1024 // kv_pool.dtype.element_ty.primitive_bitwidth
+    d = tl.minimum(tl.arange(0, (DIMS + SPAN - 1) // SPAN) * SPAN, DIM - 1)
+    keys = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
+    prefetch(keys)
+    prefetch(keys + KV_HEADS * PAGE * DIM)
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from inkling_engine.kernels._triton import (
     launches,
     loaded,
     meta,
-    prefetch,
 )
 from inkling_engine.kernels.attention_decode.merge_triton import (
     RAISED,
@@ -37,6 +36,7 @@ from inkling_engine.kernels.attention_extend.triton_kernel import (
     PROCESSORS,
     key_pointers,
     page_of,
+    prefetch_keys,
     relative_scores,
     softmax_step,
     table_line,
@@ -87,19 +87,6 @@ def configure(
     splits = max(1, min(splits, triton.cdiv(capacity, 128), MOST_SPLITS))
     mergers = min(64, triton.next_power_of_2(splits))
     return Config(splits, mergers, warps, stages=1 if wide or splits >= 32 else 2)
-
-
-@triton.jit
-def prefetch_keys(
-    kv_pool, page, block, n, layer, pages, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Fetch the keys block * BLOCK + `n` and their values to L2."""
-    SPAN: tl.constexpr = 1024 // kv_pool.dtype.element_ty.primitive_bitwidth
-    d = tl.minimum(tl.arange(0, (DIMS + SPAN - 1) // SPAN) * SPAN, DIM - 1)[None, :]
-    keys = key_pointers(kv_pool, page, block, n, d, layer, pages, head, KV_HEADS, PAGE, BLOCK, DIM)
-    prefetch(keys)
-    prefetch(keys + KV_HEADS * PAGE * DIM)
 
 
 @triton.jit
