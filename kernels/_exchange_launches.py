@@ -17,7 +17,6 @@ from inkling_engine.kernels._exchange import FLAGS, WORD, half_words, slot_words
 from inkling_engine.kernels._exchange_poll import VECTOR
 from inkling_engine.kernels._exchange_triton import (
     blocks_of,
-    clean,
     given_by,
     meet,
     part_at,
@@ -46,10 +45,6 @@ def push_sum_kernel(
     push(values, first, width, peers, own, sequence, WORLD, HALF, SLOT)
     found = total(values, first, width, peers, exchange, own, sequence, WORLD, HALF, SLOT)
     tl.store(y + at, found.to(y.dtype.element_ty), at < count)
-    tl.debug_barrier()
-    clean(
-        first, width, peers, exchange, own, sequence, x.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
-    )  # fmt: skip
 
 
 @triton.jit
@@ -177,10 +172,6 @@ def push_embed_kernel(
     push(values, first, WIDTH, peers, own, sequence, WORLD, HALF, SLOT)
     found = total(values, first, WIDTH, peers, exchange, own, sequence, WORLD, HALF, SLOT)
     tl.store(y + first + column, found.to(y.dtype.element_ty), mask)
-    tl.debug_barrier()
-    clean(
-        first, WIDTH, peers, exchange, own, sequence, y.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
-    )  # fmt: skip
 
 
 @triton.jit

@@ -174,12 +174,13 @@ def push(
 @triton.jit
 def take(
     exchange, slot, width, r, kind: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
-    PAUSE: tl.constexpr,
+    SCOUT: tl.constexpr,
 ):  # fmt: skip
     """fp32 of what rank r pushes to the first `width` elements of `kind` at the pointer `slot`, once it
-    has come; what has not come when time is over is zero, and noted. The interpreter polls by programs."""
+    has come; what has not come when time is over is zero, and noted. The slot is zeroed for the call
+    after the next. The interpreter polls by programs."""
     if COMPILED:
-        return awaited(exchange, slot, width, r, BLOCK, PAIRS, PAUSE)
+        return awaited(exchange, slot, width, r, BLOCK, PAIRS, SCOUT)
     else:
         at = tl.arange(0, BLOCK)
         bits = tl.load(slot + at, at < width, other=1, volatile=True)
@@ -192,6 +193,7 @@ def take(
             noted = tl.where(late, r + 1, 0).to(tl.int64)
             failed = tl.atomic_cas(exchange + _ERROR, tl.full((), 0, tl.int64), noted)
         whole = tl.sum((bits == 0).to(tl.int32)) == 0
+        tl.store(slot + at, tl.zeros_like(bits), at < width)
         bits = tl.where(whole & (at < width), bits, 0).to(bits.dtype)
         return bits.to(kind, bitcast=True).to(tl.float32)
 
@@ -199,10 +201,10 @@ def take(
 @triton.jit
 def total(
     values, first, width, peers, exchange, own, sequence, WORLD: tl.constexpr, HALF: tl.constexpr,
-    SLOT: tl.constexpr, PAIRS: tl.constexpr = False, PAUSE: tl.constexpr = 0,
+    SLOT: tl.constexpr, PAIRS: tl.constexpr = False, SCOUT: tl.constexpr = False,
 ):  # fmt: skip
     """fp32 sum in rank order of `values` and what the other ranks push at the same elements. PAIRS and
-    PAUSE are `awaited`'s."""
+    SCOUT are `awaited`'s."""
     kind: tl.constexpr = values.dtype
     found = tl.zeros_like(values).to(tl.float32)
     for r in range(WORLD):
@@ -211,23 +213,9 @@ def total(
         elif tl.load(peers + r) != 0:
             slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
             found += take(
-                exchange, slot + first, width, r, kind, values.shape[0], PAIRS, PAUSE
+                exchange, slot + first, width, r, kind, values.shape[0], PAIRS, SCOUT
             )  # fmt: skip
     return found
-
-
-@triton.jit
-def clean(
-    first, width, peers, exchange, own, sequence, kind: tl.constexpr, BLOCK: tl.constexpr,
-    WORLD: tl.constexpr, HALF: tl.constexpr, SLOT: tl.constexpr,
-):  # fmt: skip
-    """Zero `width` of the BLOCK elements of `kind` from `first` of the own slots. Between that and
-    their `total` is a barrier, for a thread may wait for what another one cleans."""
-    at = tl.arange(0, BLOCK)
-    for r in range(WORLD):
-        if (r != own) & (tl.load(peers + r) != 0):
-            slot = slot_at(exchange.to(tl.int64), sequence, r, kind, WORLD, HALF, SLOT)
-            tl.store(slot + first + at, tl.zeros((BLOCK,), slot.dtype.element_ty), at < width)
 
 
 def blocks_of(count: int, largest: int) -> tuple[int, int, int, int]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Final
+
+_NO_MEMORY: Final = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 @functools.cache
@@ -18,6 +21,8 @@ def attempt(name: str, *arguments: object) -> int:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function of the driver that must not fail."""
+    """Call a function of the driver that fails for want of memory alone: RuntimeError."""
     code = attempt(name, *arguments)
+    if code == _NO_MEMORY:
+        raise RuntimeError(f"{name}: out of memory")
     assert code == 0, f"{name} returned {code}"

@@ -10,7 +10,8 @@ each rank then checks and reads weights of its own.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,7 +112,7 @@ def _load(
             from inkling_engine.runtime import binding, graphs
         _require_devices(manifest.spec.device, indices)
         here = nullcontext() if name == "cpu" else torch.cuda.device(index)
-        with here:
+        with here, _memory_errors(name):
             if name != "cpu":
                 with timings.phase("context"):
                     torch.cuda.synchronize()
@@ -257,6 +258,20 @@ def _require_memory(need: int, limit: float | None, device: str) -> None:
         found = f"{need:,} bytes for weights, pools and rows"
         remedy = "build with fewer --max-running or a smaller --max-context, or use more memory"
         raise DoesNotFitError("memory", found, f"at most {allowed:,} ({what})", remedy)
+
+
+@contextmanager
+def _memory_errors(device: str) -> Iterator[None]:
+    """Raise DoesNotFitError if the driver has no memory, for more than the plan counts takes some: the
+    context, the code of kernels, other processes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        found = str(error).partition("\n")[0]
+        remedy = "end what else runs there, or build with fewer --max-running"
+        raise DoesNotFitError("memory", found, f"room on {device}", remedy) from error
 
 
 def _device_memory() -> tuple[int, int]:

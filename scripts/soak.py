@@ -195,7 +195,9 @@ def main(
         click.echo(f"logprobs apart: median {middle:.2g}, p99 {tail:.2g}, most {apart[-1]:.2g}")
     allowed = 0 if exact else 0.01 * verdict.compared
     many = exact and verdict.close > 0.01 * compared
-    sys.exit(bool(not compared or verdict.wrong > allowed or lost or many))
+    if not verdict.compared:
+        click.echo("no token was compared: choose a smaller --gap, or compare longer")
+    sys.exit(bool(not verdict.compared or verdict.wrong > allowed or lost or many))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 """The boundary of a step with a row a token, in one launch that sums over ranks.
 
-A row's program pushes its part to the other ranks before it does anything else, and computes with
-the sum while it is in registers. Rows whose sums others of its tokens need keep them where the hidden
+A row's program reads all that it needs but its part before the launch before has ended, then pushes its
+part to the other ranks, and computes with the sum while it is in registers. Rows whose sums others of its tokens need keep them where the hidden
 rows will be. Inert rows take the padded tokens, and push them too, for the other ranks count on it.
 """
 
@@ -24,7 +24,7 @@ from inkling_engine.kernels._conv_triton import (
     turns,
     wants_snapshots,
 )
-from inkling_engine.kernels._exchange_triton import clean, push, sequence_of, total
+from inkling_engine.kernels._exchange_triton import push, sequence_of, total
 from inkling_engine.kernels._triton import follow
 from inkling_engine.kernels.boundary.triton_walk import (
     history,
@@ -50,6 +50,17 @@ def renewal_of(
     width = tl.where(index == 3, 0, renewed(length, j, count, moved, WIDTH, RING))
     kept = row_input(old, length, sums, index, channels, width, RING, WIDTH, WIDTH)
     return tl.where(index == 3, z, kept)
+
+
+@triton.jit
+def renew_ring(
+    ring, n0, n1, n2, length, count, moved, channels, RING: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Leave the row's sums in its ring, once every thread has read the old inputs, which may lie there."""
+    tl.debug_barrier()
+    renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
+    renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
+    renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)
 
 
 @triton.jit
@@ -100,13 +111,12 @@ def ranks_boundary_kernel(
     tokens, rows, pool_slots, layer, call, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr,
     RING: tl.constexpr, CALLS: tl.constexpr, WORLD: tl.constexpr, HALF: tl.constexpr,
-    SLOT: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr, PAUSE: tl.constexpr,
+    SLOT: tl.constexpr, PAIRS: tl.constexpr, SCOUT: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, BLOCK)
     mask = channels < WIDTH
-    if EARLY:
-        taps = load_taps(conv_weight, channels, mask)
-        gain = tl.load(norm_weight + channels, mask, other=0.0)
+    taps = load_taps(conv_weight, channels, mask)
+    gain = tl.load(norm_weight + channels, mask, other=0.0)
     eps = tl.cast(eps, tl.float32)  # a compiled program passes it in double precision
     row = tl.program_id(0)
     live = clamp(tl.load(starts + rows), 0, tokens)
@@ -125,10 +135,9 @@ def ranks_boundary_kernel(
     at = token_of(0, first, count, spare) * WIDTH
     width = tl.where(taken > 0, WIDTH, 0)
     some = channels < width
-    if EARLY:
-        carried, w3, past = before_sum(
-            taps, old, length, x, residual, first, count, at, some, channels, RING, WIDTH, BLOCK
-        )
+    carried, w3, past = before_sum(
+        taps, old, length, x, residual, first, count, at, some, channels, RING, WIDTH, BLOCK
+    )
     follow()
     values = tl.load(x + at + channels, some, other=0.0)
     push(values, at, width, peers, own, sequence, WORLD, HALF, SLOT)
@@ -136,14 +145,8 @@ def ranks_boundary_kernel(
         to = token_of(i, first, count, spare) * WIDTH
         more = tl.load(x + to + channels, mask, other=0.0)
         push(more, to, WIDTH, peers, own, sequence, WORLD, HALF, SLOT)
-    if not EARLY:
-        taps = load_taps(conv_weight, channels, mask)
-        gain = tl.load(norm_weight + channels, mask, other=0.0)
-        carried, w3, past = before_sum(
-            taps, old, length, x, residual, first, count, at, some, channels, RING, WIDTH, BLOCK
-        )
     z = total(
-        values, at, width, peers, exchange, own, sequence, WORLD, HALF, SLOT, PAIRS, PAUSE
+        values, at, width, peers, exchange, own, sequence, WORLD, HALF, SLOT, PAIRS, SCOUT
     ).to(x.dtype.element_ty)  # fmt: skip
     sums = hidden + first * WIDTH
     if (taken > 1) | wanted:
@@ -170,18 +173,11 @@ def ranks_boundary_kernel(
                 i, token_of(i, first, count, spare), count, old, ring, length, residual,
                 conv_weight, norm_weight, eps, hidden, normed, mask, channels, RING, WIDTH, BLOCK,
             )  # fmt: skip
-    else:
+        renew_ring(ring, n0, n1, n2, length, count, moved, channels, RING, WIDTH)
+    else:  # norms come last: state is on its way meanwhile
+        renew_ring(ring, n0, n1, n2, length, count, moved, channels, RING, WIDTH)
+        if (RING > 3) & turns(0, count, RING):
+            tl.store(ring + entry(length, 3, RING) * WIDTH + channels, z, mask)
         value, base = z.to(tl.float32), carried.to(tl.float32)
         to = at + channels
         keep(value + w3 * value + past + base, gain, eps, hidden, normed, to, some, WIDTH)
-        if (RING > 3) & turns(0, count, RING):
-            tl.store(ring + entry(length, 3, RING) * WIDTH + channels, z, mask)
-    tl.debug_barrier()  # every thread has read the old inputs, which may be the same slot's
-    renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
-    renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
-    renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)
-    for i in range(taken):
-        to = token_of(i, first, count, spare) * WIDTH
-        clean(
-            to, WIDTH, peers, exchange, own, sequence, x.dtype.element_ty, BLOCK, WORLD, HALF, SLOT
-        )

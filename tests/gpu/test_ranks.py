@@ -233,6 +233,7 @@ def context_bytes(device: int) -> int:
 
 @pytest.mark.skipif(DEVICES == (0, 0), reason="needs two GPUs: rank 0 would be refused first")
 def test_each_ranks_own_gpu_must_have_room(engines: Path) -> None:
+    """Whether the plan is more than what is left beside the context, or something else is."""
     with open_two(engines) as opened:
         need = sum(planned(opened.manifest).values())
     room = need // 2 + context_bytes(DEVICES[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from inkling_engine.artifacts import compat, layout
 from inkling_engine.artifacts.digest import digest
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import add_files, open_manifest, stage
-from inkling_engine.runtime import graphs, loader, probe
+from inkling_engine.runtime import binding, driver, graphs, loader, probe
 from inkling_engine.runtime.binding import assemble
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.errors import (
@@ -165,6 +166,31 @@ def test_memory_limits(folder: Path) -> None:
     message = _refused(folder, DoesNotFitError, memory=need - 1)
     assert f"{need:,} bytes" in message and f"{need - 1:,}" in message
     assert "memory" in _refused(folder, DoesNotFitError, memory=1e-9)
+
+
+def test_what_the_plan_does_not_count_may_be_too_much(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for it")
+
+    monkeypatch.setattr(binding, "assemble", fails)
+    message = _refused(folder, DoesNotFitError)
+    assert "memory: found CUDA error: out of memory; expected room on cpu" in message
+    monkeypatch.setattr(loader, "_memory_errors", lambda device: nullcontext())
+    with pytest.raises(RuntimeError, match="Search"):
+        Engine.load(folder, programs=FakeStep)
+
+
+def test_the_drivers_want_of_memory_is_told_from_a_broken_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "attempt", lambda name, *arguments: arguments[0])
+    driver.call("cuMemCreate", 0)
+    with pytest.raises(RuntimeError, match="cuMemCreate: out of memory"):
+        driver.call("cuMemCreate", 2)
+    with pytest.raises(AssertionError):
+        driver.call("cuMemCreate", 1)
 
 
 def test_free_memory_is_asked_for(
