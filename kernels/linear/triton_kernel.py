@@ -31,6 +31,7 @@ LEAST_BYTES = 8192  # and at least,
 PROGRAMS = 3072  # unless there are as many, so that no processor waits for another
 MAX_DEPTH = 8192  # elements of a row that it takes at once
 HELD_COLUMNS, HELD_DEPTH = 8, 4096  # that a program of `held_kernel` takes at most
+DRAFTED = 17  # tokens of a request in a depth behind eight drafts
 AHEAD_BYTES = 2**24  # of weight that programs of `tile_kernel` fetch to L2 before x can be read
 
 
@@ -151,12 +152,11 @@ def vector_config(columns: int, depth: int, item_bytes: int) -> tuple[int, int, 
 def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:
     """Whether the product is one launch of ours, where cuBLAS often needs two.
 
-    832 x 4096 at 8, 32, 64 and 128 tokens: 5.1, 6.1, 8.8, 8.9 us; cuBLAS 7.6, 7.7, 8.0, 8.8. In a
-    round of drafting cuBLAS is faster for 17 tokens: 4096 x 8192 and 4096 x 4096 take 22.4 and 14.0
-    us, sums of its parts included, in tiles 31.3 and 16.8. 4096 x 512 at 136 tokens, with the boundary
-    behind it, which overlaps with ours: 11.3; cuBLAS 12.4.
+    832 x 4096 at 8, 32, 64 and 128 tokens: 5.1, 6.1, 8.8, 8.9 us; cuBLAS 7.6, 7.7, 8.0, 8.8. 4096 x 512
+    at 136 tokens, with the boundary behind it, which overlaps with ours: 11.3; cuBLAS 12.4. The three
+    large products of a depth, 17 tokens, take 41 us in a round, with cuBLAS 44.5.
     """
-    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else 16
+    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else DRAFTED
     return tokens <= 16 or (item_bytes == 2 and tokens <= most)
 
 
@@ -171,6 +171,8 @@ def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles
         )
     elif rows == 16 and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
         tiles = Tiles(16, 32, 256, 2, 2, 4)
+    elif rows == 32 and depth >= 2048:  # 3 us a depth less than one part, or columns by halves
+        tiles = Tiles(32, 32, 64, 4, 4, 5)
     else:  # 3.7 us at 4096 x 512 and 8 tokens, 4.4 at 128
         tiles = Tiles(rows, 64 if rows == 64 else 32, 128, 1, 4, 4)
     return tiles._replace(depth=min(tiles.depth, max(16, triton.next_power_of_2(depth))))
@@ -215,11 +217,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def compile_cases() -> list[CompileCase]:
-    """The attention and dense products of inkling-small at TP 8, one token to 128."""
-    cases = []
-    for tokens in (1, 8, 32, 128, 136):
-        for name, columns, depth in (("qkvr", 832, 4096), ("o", 4096, 512), ("w2", 4096, 2048)):
-            if not few(tokens, columns, depth, 2):
+    """The attention and dense products of inkling-small at TP 8, one token to 136, and a depth's."""
+    cases, products = [], (("qkvr", 832, 4096), ("o", 4096, 512), ("w2", 4096, 2048))
+    for tokens in (1, 8, 17, 32, 128, 136):
+        for name, columns, depth in (*products, ("input", 4096, 8192)):
+            if not few(tokens, columns, depth, 2) or (name == "input" and tokens != DRAFTED):
                 continue
             arguments = meta(tokens, depth), meta(columns, depth)
             cases += launches(f"linear-{name}-{tokens}", linear, *arguments)
