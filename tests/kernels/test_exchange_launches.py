@@ -7,6 +7,7 @@ Triton decides when it is imported whether it interprets.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ from inkling_engine.kernels._exchange import (
 )
 from inkling_engine.kernels._exchange_launches import pushed, summed
 from inkling_engine.kernels._op import Op
+from inkling_engine.kernels._triton import launches, meta
 from inkling_engine.kernels.boundary import boundary
 from inkling_engine.kernels.candidates import candidates
 from inkling_engine.kernels.draft_input import draft_input
@@ -252,6 +254,33 @@ def test_rows_of_whole_vectors_are_pushed() -> None:
     for width, whole in ((40, True), (37, False)):
         part = torch.empty(4, width, dtype=torch.bfloat16, device="meta")
         assert pushed(part, block, 2) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [16, 64, 192, 1024, 4096, 6144, 16384])
+@pytest.mark.parametrize("rows", [1, 8, 17, 128])
+def test_no_other_warp_polls_a_vector(rows: int, width: int, dtype: torch.dtype) -> None:
+    """What a warp has polled it zeroes, so another one could wait for it for ever."""
+    block = meta(exchange_words(dtype.itemsize * 256 * width, 2), dtype=torch.int64)
+    ranks = (
+        meta(8, dtype=torch.int64),
+        block,
+        meta(4, dtype=torch.int64),
+        meta(4, dtype=torch.int32),
+    )
+    ids, starts = meta(rows, dtype=torch.int32), meta(rows + 1, dtype=torch.int32)
+    given, norm = meta(rows, width, dtype=dtype), meta(width, dtype=dtype)
+    rings, taps = meta(3, 9, 3, width, dtype=dtype), meta(width, 4, dtype=torch.float32)
+    rows_of = ids, ids, ids, starts, ids, meta(rows, 1, dtype=torch.int32)
+    state = given, taps, norm, rings, *rows_of, rows_of[-1]
+    cases = launches("embed", embed_norm.launch, ids, given, norm, *ranks, 0, 86, 1e-6, 2)
+    cases += launches("boundary", boundary.launch, given, *state, *ranks, 3, 7, 86, 1e-6, 2)
+    cases += launches("sum", summed, given, ranks, 7, 86, 2)
+    polling = [case for case in cases if re.search(r"\btotal\(", case.kernel.src)]
+    assert polling or not pushed(given, block, 2)
+    for case in polling:
+        vectors = case.constexprs["BLOCK"] * dtype.itemsize // _exchange_poll.VECTOR.value
+        assert case.num_warps == 1 or vectors >= 32 * case.num_warps, case.name
 
 
 def candidates_are_all_ranks() -> None:
