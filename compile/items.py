@@ -100,6 +100,7 @@ def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> byte
         kernel_library=str(staging / kernel_library_file()) if spec.device == "cpu" else "",
         package=str(scratch / target.name),
         entry=str(scratch / "entry.json"),
+        parent=os.getpid(),
     )
     (scratch / "request.json").write_bytes(msgspec.json.encode(request))
     with _compiler_folder(f"{name}-{digest(spec)[:16]}") as folder:

@@ -77,7 +77,12 @@ def _lower_aside(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntr
     for all its weights and pools, and on copies of the pools, which the GPU may not hold."""
     entry = package.with_suffix(".entry")
     request = Request(
-        spec=spec, bucket=bucket, kernel_library="", package=str(package), entry=str(entry)
+        spec=spec,
+        bucket=bucket,
+        kernel_library="",
+        package=str(package),
+        entry=str(entry),
+        parent=os.getpid(),
     )
     asked = package.with_suffix(".request")
     asked.write_bytes(msgspec.json.encode(request))
