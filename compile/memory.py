@@ -94,8 +94,13 @@ def memory_bill(spec: EngineSpec, device_memory: int | None = None) -> Bill:
         device_memory=memory,
         fits=weight_bytes + pools + programs + slack <= memory,
         fits_tokens=max(0, free - per_request * spec.max_running) // max(1, token),
-        fits_requests=free // (per_request + token * min(spec.max_context, 8192)),
+        fits_requests=free // (per_request + token * typical_tokens(spec)),
     )
+
+
+def typical_tokens(spec: EngineSpec) -> int:
+    """Of the requests that a bill counts."""
+    return min(spec.max_context, 8192)
 
 
 def fit_pools(spec: EngineSpec, device_memory: int | None = None) -> EngineSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from inkling_engine.compile.memory import typical_tokens
 from inkling_engine.compile.plan import Plan, plan_json
 
 LABELS = {
@@ -29,7 +30,7 @@ LABELS = {
     "total": "total",
     "device_memory": "device memory",
     "fits_tokens": "tokens that fit (full layers)",
-    "fits_requests": "requests of 8k tokens that fit",
+    "fits_requests": "requests of {} tokens that fit",
 }
 
 
@@ -43,6 +44,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     print(f"items: {', '.join(plan.items)}")
     print("memory of one rank, bytes:")
     for field, label in LABELS.items():
+        label = label.format(f"{typical_tokens(spec):,}")
         print(f"  {label:<42}{getattr(plan.bill, field):>18,}")
     verdict = "fits" if plan.bill.fits else "does not fit"
     print(f"  the whole engine {verdict} the device memory")

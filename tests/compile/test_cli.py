@@ -256,3 +256,9 @@ def test_help_lists_every_option(run: Run) -> None:
 def test_ranks_of_a_preset_without_weights(run: Run) -> None:
     arguments = ("--model", "inkling-small", "--tp", "8", "--rank-weights", "1", "--dry-run")
     assert refusal(run, 2, *arguments)[0] == "--rank-weights"
+
+
+@pytest.mark.parametrize(("longest", "counted"), [("4096", "4,096"), ("16384", "8,192")])
+def test_a_bill_says_which_requests_it_counts(run: Run, longest: str, counted: str) -> None:
+    arguments = ("--model", "inkling-small", "--tp", "8", "--max-context", longest, "--dry-run")
+    assert f"requests of {counted} tokens that fit" in run(*arguments)[1]
