@@ -10,6 +10,7 @@ each rank then checks and reads weights of its own.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -204,6 +205,8 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
                 mismatch.found,
                 mismatch.remedy,
             )
+    if not options.programs:
+        _require_scratch()
     most = replay_steps(manifest.spec)
     if not 1 <= options.steps_per_replay <= most:
         remedy = "choose fewer steps"
@@ -224,6 +227,15 @@ def _open(folder: Path, options: LoadOptions, timings: Timings) -> Manifest:
 def _all_ranks(manifest: Manifest, options: LoadOptions) -> bool:
     """Whether all ranks of several run."""
     return manifest.spec.tp > 1 and not options.alone
+
+
+def _require_scratch() -> None:
+    """Raise UsageError unless torch can unpack programs where the environment says."""
+    given = (name for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if os.environ.get(name))
+    name = next(given, "TMPDIR")
+    folder = os.environ.get(name, "/tmp")
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(name, folder, "a writable folder for a while", f"set {name} to one")
 
 
 def _require_ranks(manifest: Manifest, options: LoadOptions) -> None:

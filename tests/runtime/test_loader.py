@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -180,6 +181,19 @@ def test_what_the_plan_does_not_count_may_be_too_much(
     monkeypatch.setattr(loader, "_memory_errors", lambda device: nullcontext())
     with pytest.raises(RuntimeError, match="Search"):
         Engine.load(folder, programs=FakeStep)
+
+
+def test_programs_are_unpacked_where_one_can_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    with pytest.raises(UsageError, match="TMPDIR: found /nowhere; expected a writable folder"):
+        Engine.load(folder)
+    Engine.load(folder, programs=FakeStep).close()  # nothing is unpacked
+    monkeypatch.setenv("TMPDIR", "/")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match="TMPDIR: found /;"):
+        Engine.load(folder)
 
 
 def test_the_drivers_want_of_memory_is_told_from_a_broken_invariant(
