@@ -17,6 +17,7 @@ from support.fake_spec import build_spec, tiny_tokenizer
 from support.fake_step import FakeStep, golden_cases, run_oracle, seal_engine
 
 from inkling_engine.artifacts import layout
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.runtime import cli, graphs, probe
 
 SPEC = build_spec()
@@ -400,7 +401,7 @@ def test_attach_weights_runs_the_compiler_in_its_own_process(
 
     monkeypatch.setattr(subprocess, "run", run)
     assert [shell("attach-weights", "DIR", "FROM")[0] for _ in range(3)] == [0, 4, 1]
-    assert seen[0] == [sys.executable, "-m", "inkling_engine.compile.attach", "DIR", "FROM"]
+    assert seen[0] == module_command("inkling_engine.compile.attach", "DIR", "FROM")
 
 
 def test_a_real_process_prints_one_line(tmp_path: Path) -> None:
