@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Self
@@ -185,7 +185,8 @@ class Engine:
                 for sequence in self.scheduler.unfinished():
                     self._collector.finish(sequence, "abort")
                 self._closed = FailedError("engine", "closed", "an open engine", "load it again")
-                if self._ahead:
+            if self._ahead:
+                with suppress(Exception):  # nobody reads these results
                     self._ahead.wait()
             self._rows.clear()
             self.pool.close()
@@ -233,23 +234,26 @@ class Engine:
     def _step(self) -> list[Request]:
         """Collect a replay. In `overlap`, the one after it is begun before."""
         late = [r for r in self._deadlines.passed() if self._collector.end(r, "deadline")]
-        flight, self._ahead = self._ahead or self._begin(), None
+        flight = self._ahead or self._begin()
         if flight is None:
             self.scheduler.check()
             return late
         if self.overlap:
-            self._ahead = self._begin()
+            self._begin()
         flight.wait()
+        if self._ahead is flight:
+            self._ahead = None
         return late + self._collector.collect(flight.plan, flight.step, flight.began)
 
     def _begin(self) -> Flight | None:
-        """Plan and start the next replay, if there is one."""
+        """Plan and start the next replay, if there is one: then it is the last not known to be over."""
         if (plan := self.scheduler.next()) is None:
             return None
         assert self._replayer is not None
         name, began = self._names[plan.bucket], perf_counter()
         self._rows[name].fill(plan)
-        flight = Flight(plan, self.steps, began, self._replayer.replay(name, plan.steps))
+        wait = self._replayer.replay(name, plan.steps)
+        flight = self._ahead = Flight(plan, self.steps, began, wait)
         self.scheduler.complete()
         self.steps += plan.steps
         return flight
