@@ -259,7 +259,7 @@ class Engine:
         return flight
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        feed = Feed(request)
+        feed, request.arrived = Feed(request), perf_counter()
         self._queue([request])
         try:
             while not feed.exhausted:

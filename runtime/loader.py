@@ -175,7 +175,7 @@ def _check_words(options: LoadOptions) -> None:
         raise UsageError("--random-weights", seed, "a seed of 64 bits", "choose a smaller one")
     if memory is not None and not 0 < memory < _WORD:
         remedy = "give bytes, or up to 1 as a fraction"
-        raise UsageError("--memory", memory, "more than nothing, in 64 bits", remedy)
+        raise UsageError("--memory", repr(memory)[:40], "more than nothing, in 64 bits", remedy)
     for index in (given,) if isinstance(given, int) else given:
         if not -_WORD <= index < _WORD:
             raise UsageError("--device-index", index, "the number of a GPU", "correct it")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -131,6 +132,15 @@ def test_a_stream_that_was_never_begun_leaves_nothing(engine: Engine) -> None:
     assert not engine.scheduler.unfinished()
     with pytest.raises(UsageError, match="prompt"):
         engine.stream([])
+
+
+def test_a_stream_arrives_when_it_begins(engine: Engine) -> None:
+    """What its first token took is counted from there."""
+    stream, made = engine.stream(PROMPT, GREEDY), perf_counter()
+    assert next(stream)
+    (sequence,) = engine.scheduler.unfinished()
+    assert sequence.request.arrived > made
+    stream.close()  # type: ignore[attr-defined]
 
 
 def test_a_closed_engine_says_so_to_those_that_await() -> None:
