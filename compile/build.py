@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -22,6 +21,7 @@ import filelock
 import msgspec
 
 from inkling_engine.artifacts import store
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, engine_digest
 from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
@@ -259,7 +259,7 @@ def _verify(state: Build) -> None:
     """
     state.notify("verify", "started", 0.0)
     started = time.monotonic()
-    command = [sys.executable, "-m", "inkling_engine.runtime.cli", "verify", str(state.sealed)]
+    command = module_command("inkling_engine.runtime.cli", "verify", str(state.sealed))
     spec = state.plan.spec
     if not state.plan.whole or cross.too_few(spec.device, spec.tp):
         command += ["--random-weights", "0"]

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import msgspec
 import platformdirs
 import torch
 
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, digest
 from inkling_engine.artifacts.errors import FailedError
@@ -184,7 +184,7 @@ def _run_worker(name: str, request: Path, spec: EngineSpec, compiler_folder: Pat
         "OMP_NUM_THREADS": str(spec.threads),
         "TORCHINDUCTOR_CACHE_DIR": str(compiler_folder),
     }
-    command = [sys.executable, "-m", "inkling_engine.compile.worker", str(request)]
+    command = module_command("inkling_engine.compile.worker", str(request))
     worker = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 import torch
 
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.layout import program_file, program_name
 from inkling_engine.artifacts.manifest import ProgramEntry, TensorEntry
@@ -86,7 +86,7 @@ def _lower_aside(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntr
     )
     asked = package.with_suffix(".request")
     asked.write_bytes(msgspec.json.encode(request))
-    command = [sys.executable, "-m", "inkling_engine.compile.worker", str(asked)]
+    command = module_command("inkling_engine.compile.worker", str(asked))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

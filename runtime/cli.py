@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.runtime.errors import FailedError, LinesFailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
     LOAD_NAMES,
@@ -192,8 +193,8 @@ def batch(
 def attach_weights(folder: Path, checkpoint: Path) -> None:
     """Convert a checkpoint's weights into a programs-only engine."""
     module = "inkling_engine.compile.attach"  # its own process: no compiler in the runtime
-    command_line = [sys.executable, "-m", module, str(folder), str(checkpoint)]
-    if code := subprocess.run(command_line, check=False).returncode:
+    arguments = module_command(module, str(folder), str(checkpoint))
+    if code := subprocess.run(arguments, check=False).returncode:
         sys.exit(code if code > 0 else 1)
 
 

@@ -3,8 +3,8 @@
 One step is: plan, fill the row buffer, replay the bucket, read its lines of the result ring, hand
 tokens to their sequences. Sampling, stop ids and budgets live in the replayed program; only what
 needs text (stop strings) is decided on the host. On a GPU the next replay is begun before the last
-one's results are read (`overlap`). All calls may come from any thread: a lock keeps steps,
-submissions and aborts apart.
+one's results are read (`overlap`). All calls may come from any thread or event loop: a lock keeps
+steps, submissions and aborts apart.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
+from inkling_engine.runtime.awaited import Worker
 from inkling_engine.runtime.collect import Collector
-from inkling_engine.runtime.deadlines import Deadlines
+from inkling_engine.runtime.deadlines import Deadlines, check_turn
 from inkling_engine.runtime.encode import encode_params
 from inkling_engine.runtime.errors import FailedError, UsageError
 from inkling_engine.runtime.loader import LoadOptions, load
@@ -61,8 +62,7 @@ class Engine:
         self.overlap = loaded.replayer.overlaps and 2 * loaded.steps <= self.spec.pools.results
         self._ahead: Flight | None = None
         self._ids, self._deadlines, self.steps = itertools.count(), Deadlines(), 0
-        self._lock = threading.Lock()
-        self._shared_step: asyncio.Future[Any] | None = None
+        self._lock, self._worker = threading.Lock(), Worker()
         self._closed: FailedError | None = None
 
     @classmethod
@@ -106,8 +106,9 @@ class Engine:
         Lower `priority` numbers go first. What is unfinished `deadline` seconds from now ends with
         reason `deadline`.
         """
-        (request,) = self._submit([prompt], [params], priority=priority)
-        self._deadlines.add(request, deadline)
+        check_turn(priority, deadline)
+        request = self._open(prompt, params, priority=priority)
+        self._queue([request], deadline)
         return request
 
     def step(self) -> list[Request]:
@@ -138,7 +139,8 @@ class Engine:
 
         `params` is one for all or a list of the same length. Nothing runs if one is refused.
         """
-        requests = self._submit(*pair_prompts(prompts, params))
+        requests = [self._open(*pair) for pair in zip(*pair_prompts(prompts, params), strict=True)]
+        self._queue(requests)
         try:
             for request in requests:
                 while not request.finished:
@@ -150,35 +152,31 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Run a prompt, yielding each choice's new tokens and text as they come.
 
-        The deltas of a choice add up to its completion. Ending the iteration early aborts.
+        The deltas of a choice add up to its completion. It is checked at once, and queued when the
+        iteration begins; ending that early aborts.
         """
-        return self._stream(self._submit([prompt], [params], streaming=True)[0])
+        return self._stream(self._open(prompt, params, streaming=True))
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """`generate` for one prompt, awaited; concurrent calls run together."""
-        request = (await asyncio.to_thread(self._submit, [prompt], [params]))[0]
-        try:
+        request = await asyncio.to_thread(self._open, prompt, params)
+        async with self._worker.queued(request, self._queue, self._abandon):
             while not request.finished:
-                await self._await_step()
-        finally:
-            self._abandon([request])
+                await self._worker.step(self.step)
         return request.completion()
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
         """`stream`, awaited; concurrent calls run together."""
-        call = asyncio.to_thread(self._submit, [prompt], [params], streaming=True)
-        request = (await call)[0]
+        request = await asyncio.to_thread(self._open, prompt, params, streaming=True)
         feed = Feed(request)
-        try:
+        async with self._worker.queued(request, self._queue, self._abandon):
             while not feed.exhausted:
                 for delta in feed.take():
                     yield delta
                 if not request.finished:
-                    await self._await_step()
-        finally:
-            self._abandon([request])
+                    await self._worker.step(self.step)
 
     def close(self) -> None:
         """Abort what runs and let go of weights, pools and programs. Twice does no harm."""
@@ -187,7 +185,8 @@ class Engine:
                 for sequence in self.scheduler.unfinished():
                     self._collector.finish(sequence, "abort")
                 self._closed = FailedError("engine", "closed", "an open engine", "load it again")
-                if self._ahead:
+            if self._ahead:
+                with suppress(Exception):  # nobody reads these results
                     self._ahead.wait()
             self._rows.clear()
             self.pool.close()
@@ -201,29 +200,25 @@ class Engine:
         """Close."""
         self.close()
 
-    def _submit(
-        self,
-        prompts: ListLike[Prompt],
-        params: ListLike[SamplingParams | None],
-        *,
-        streaming: bool = False,
-        priority: int = 0,
-    ) -> list[Request]:
-        """Check all prompts, then queue them all."""
-        requests = [
-            self._open(prompt, one or SamplingParams(), streaming, priority)
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
+    def _queue(self, requests: list[Request], deadline: float | None = None) -> None:
         with self._lock:
             if self._closed:
                 raise self._closed
-            for sequence in (s for request in requests for s in request.sequences):
-                self.scheduler.add(sequence)
-        return requests
+            for request in requests:
+                self._deadlines.add(request, deadline)
+                for sequence in request.sequences:
+                    self.scheduler.add(sequence)
 
     def _open(
-        self, prompt: Prompt, params: SamplingParams, streaming: bool, priority: int
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        streaming: bool = False,
+        priority: int = 0,
     ) -> Request:
+        """Check a prompt and make its request, which nothing knows of yet."""
+        params = params or SamplingParams()
         ids, seed = read_prompt(prompt, self.tokenizer), secrets.randbits(64)
         request = open_request(next(self._ids), ids, params, self.spec, seed, priority)
         for sequence in request.sequences:
@@ -239,29 +234,33 @@ class Engine:
     def _step(self) -> list[Request]:
         """Collect a replay. In `overlap`, the one after it is begun before."""
         late = [r for r in self._deadlines.passed() if self._collector.end(r, "deadline")]
-        flight, self._ahead = self._ahead or self._begin(), None
+        flight = self._ahead or self._begin()
         if flight is None:
             self.scheduler.check()
             return late
         if self.overlap:
-            self._ahead = self._begin()
+            self._begin()
         flight.wait()
+        if self._ahead is flight:
+            self._ahead = None
         return late + self._collector.collect(flight.plan, flight.step, flight.began)
 
     def _begin(self) -> Flight | None:
-        """Plan and start the next replay, if there is one."""
+        """Plan and start the next replay, if there is one: then it is the last not known to be over."""
         if (plan := self.scheduler.next()) is None:
             return None
         assert self._replayer is not None
         name, began = self._names[plan.bucket], perf_counter()
         self._rows[name].fill(plan)
-        flight = Flight(plan, self.steps, began, self._replayer.replay(name, plan.steps))
+        wait = self._replayer.replay(name, plan.steps)
+        flight = self._ahead = Flight(plan, self.steps, began, wait)
         self.scheduler.complete()
         self.steps += plan.steps
         return flight
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        feed = Feed(request)
+        feed, request.arrived = Feed(request), perf_counter()
+        self._queue([request])
         try:
             while not feed.exhausted:
                 yield from feed.take()
@@ -269,12 +268,6 @@ class Engine:
                     self.step()
         finally:
             self._abandon([request])
-
-    async def _await_step(self) -> None:
-        """Wait for a step in a worker thread, which all awaiting requests share."""
-        if self._shared_step is None or self._shared_step.done():
-            self._shared_step = asyncio.ensure_future(asyncio.to_thread(self.step))
-        await asyncio.shield(self._shared_step)
 
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:

@@ -29,14 +29,23 @@ def place(ranks: int) -> int | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     if ranks == 1 or not all(name in os.environ for name in names):
         return None
-    rank, world, local = (int(os.environ[name]) for name in names[:3])
+    rank, world, local = map(_number, names[:3])
     if world != ranks:
         expected = f"{ranks}, one for each rank of the engine"
         raise UsageError("torchrun", f"{world} processes", expected, f"--nproc-per-node {ranks}")
-    if rank != local or world != int(os.environ.get("LOCAL_WORLD_SIZE", world)):
+    if rank != local or "LOCAL_WORLD_SIZE" in os.environ and world != _number("LOCAL_WORLD_SIZE"):
         expected, remedy = "all ranks on one machine", "use --nnodes 1"
         raise IncompatibleError("torchrun", "processes on several machines", expected, remedy)
     return rank
+
+
+def _number(name: str) -> int:
+    """The number that a variable of the environment holds."""
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        remedy = f"start it with torchrun, or unset {name}"
+        raise UsageError(name, repr(os.environ[name]), "a number", remedy) from None
 
 
 def adopt(world: int) -> dict[int, Connection]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from inkling_engine.runtime.seat import Seat
 
 log = logging.getLogger("inkling_engine.load")
+_WORD = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class LoadOptions:
 def load(folder: Path, options: LoadOptions) -> Loaded:
     """Open, check and bind the engine in `folder`; every refusal is a UserError. Under torchrun this
     comes back in rank 0 alone."""
+    _check_words(options)
     place = None if options.alone else launched.place(open_manifest(folder).spec.tp)
     if place:
         launched.serve(place)
@@ -165,6 +167,19 @@ def _weights(
     size, seconds = sum(value.nbytes for value in values.values()) / 1e9, timings["weights"]
     log.info("weights: %.3f GB in %.3f s, %.2f GB/s", size, seconds, size / seconds)
     return values
+
+
+def _check_words(options: LoadOptions) -> None:
+    """Raise UsageError for numbers that no machine has, and no message to a rank."""
+    seed, memory, given = options.random_weights, options.memory, options.device_index
+    if seed is not None and not -_WORD <= seed < _WORD:
+        raise UsageError("--random-weights", seed, "a seed of 64 bits", "choose a smaller one")
+    if memory is not None and not 0 < memory < _WORD:
+        remedy = "give bytes, or up to 1 as a fraction"
+        raise UsageError("--memory", repr(memory)[:40], "more than nothing, in 64 bits", remedy)
+    for index in (given,) if isinstance(given, int) else given:
+        if not -_WORD <= index < _WORD:
+            raise UsageError("--device-index", index, "the number of a GPU", "correct it")
 
 
 def _indices(options: LoadOptions, ranks: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,9 @@ def _memory(ctx: click.Context, param: click.Parameter, text: str | None) -> int
         return None
     match = re.fullmatch(r"(\d+\.?\d*)([KMGT]?)B?", text, re.IGNORECASE)
     number = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
-    if number <= 0:
+    if not 0 < number < math.inf:
         remedy = "give bytes such as 2G, or a fraction such as 0.5"
-        raise UsageError("--memory", repr(text), "more than nothing", remedy)
+        raise UsageError("--memory", repr(text), "more than nothing, and finite", remedy)
     return number if number <= 1 else int(number)
 
 
@@ -135,8 +136,8 @@ def parse_ids(option: str, text: str, what: str = "token ids") -> list[int]:
 def _parse_object(option: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        found = f"{text!r} ({error})"
+    except (ValueError, RecursionError) as error:
+        found = f"{text[:80]!r} ({error})"
         raise UsageError(option, found, 'a JSON object such as {"42": -1}', "correct it") from None
 
 

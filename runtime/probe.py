@@ -19,6 +19,7 @@ from pathlib import Path
 
 import platformdirs
 
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.errors import FailedError, IncompatibleError
@@ -61,7 +62,7 @@ def _mark(manifest: Manifest) -> Path:
 
 def start(folder: Path, device: str) -> subprocess.Popen[str]:
     """Start probing `folder` for `device`; hand the process to `finish`."""
-    command = [sys.executable, "-m", __name__, str(folder), device]
+    command = module_command(__name__, str(folder), device)
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

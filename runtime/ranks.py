@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from torch import Tensor
 
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.capture import CapturedGraphs
 from inkling_engine.runtime.errors import FailedError, UserError
@@ -284,9 +284,8 @@ def _spawn(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
     interrupts away: rank 0 decides what they mean."""
     ours, theirs = Pipe()
     with theirs:
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
         process = subprocess.Popen(
-            command,
+            module_command(module, str(theirs.fileno())),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what rank 0 prints is the answer
             pass_fds=[theirs.fileno()],

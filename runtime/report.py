@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 from xml.sax.saxutils import escape
+
+import msgspec
 
 from inkling_engine.runtime.errors import UsageError
 from inkling_engine.runtime.trace import COUNTERS, REPLAYS, Event, read_events
@@ -19,8 +22,8 @@ _ROOM = WIDTH - LEFT - RIGHT
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _USED, _PADDING, _GRID = "#0072b2", "#d9d9d9", "#e8e8e8"
 
-
 Line = list[tuple[float, float]]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(slots=True)
@@ -44,24 +47,74 @@ class Run:
     end: float = 0.0
 
 
+class _Facts(msgspec.Struct):
+    """Of a replay's event, what the chart shows."""
+
+    tokens: int
+    steps: _Count
+    drafted: int
+    bucket_tokens: _Count
+
+
+class _Replay(msgspec.Struct):
+    """A replay's event."""
+
+    name: str
+    dur: float
+    args: _Facts
+
+
+class _Pool(msgspec.Struct):
+    """How many of a pool are what; of the queue's counters none are."""
+
+    live: int = 0
+    free: int | None = None
+    pinned: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return max(self.live + (self.free or 0) + self.pinned, 1)
+
+
+class _Counters(msgspec.Struct):
+    """An event with counters."""
+
+    name: str
+    ts: float
+    args: _Pool
+
+
 def summarise(events: Iterable[Event]) -> Run:
-    """Gather what the chart shows."""
+    """Gather what the chart shows. Raises UsageError for events that no trace has."""
     run = Run()
-    for event in events:
-        args = event["args"]
-        if event.get("cat") == REPLAYS:
-            bucket = run.buckets.setdefault(event["name"], Bucket())
-            bucket.replays += 1
-            bucket.used += args["tokens"] * args["steps"] + args["drafted"]
-            bucket.places += args["bucket_tokens"] * args["steps"]
-            bucket.seconds += event["dur"] / 1e6
-        elif event["ph"] == COUNTERS and "free" in args:
-            name, now, total = event["name"], event["ts"], max(sum(args.values()), 1)
-            run.live.setdefault(name, []).append((now, args["live"] / total))
-            if pinned := args.get("pinned", 0):
-                run.held.setdefault(name, []).append((now, (args["live"] + pinned) / total))
-            run.end = max(run.end, now)
+    try:
+        for event in events:
+            if event.get("cat") == REPLAYS:
+                _add_replay(run, msgspec.convert(event, _Replay))
+            elif event.get("ph") == COUNTERS:
+                _add_counters(run, msgspec.convert(event, _Counters))
+    except msgspec.ValidationError as error:
+        raise UsageError("TRACE", str(error), "a file that --trace wrote", "give one") from error
     return run
+
+
+def _add_replay(run: Run, event: _Replay) -> None:
+    bucket, args = run.buckets.setdefault(event.name, Bucket()), event.args
+    bucket.replays += 1
+    bucket.used += args.tokens * args.steps + args.drafted
+    bucket.places += args.bucket_tokens * args.steps
+    bucket.seconds += event.dur / 1e6
+
+
+def _add_counters(run: Run, event: _Counters) -> None:
+    name, now, args = event.name, event.ts, event.args
+    if args.free is None:
+        return
+    run.live.setdefault(name, []).append((now, args.live / args.total))
+    if args.pinned:
+        run.held.setdefault(name, []).append((now, (args.live + args.pinned) / args.total))
+    run.end = max(run.end, now)
 
 
 def chart(trace: Path, out: Path) -> Run:

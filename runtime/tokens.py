@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from tokenizers import Tokenizer as NativeTokenizer
 
-from inkling_engine.artifacts.errors import CorruptError
+from inkling_engine.artifacts.errors import CorruptError, UsageError
 from inkling_engine.artifacts.layout import TOKENIZER
 from inkling_engine.runtime.sampling import SamplingParams
 
@@ -49,7 +49,12 @@ class Tokenizer:
             raise CorruptError(str(path), str(error), "a tokenizers file", remedy) from None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, nothing added around them."""
+        """The ids of `text`, nothing added around them. UsageError for what UTF-8 cannot say."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"{text[error.start]!a} at character {error.start}"
+            raise UsageError("prompt", found, "text of whole characters", "correct it") from None
         ids: list[int] = self._native.encode(text, add_special_tokens=False).ids
         return ids
 

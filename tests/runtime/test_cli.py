@@ -17,6 +17,7 @@ from support.fake_spec import build_spec, tiny_tokenizer
 from support.fake_step import FakeStep, golden_cases, run_oracle, seal_engine
 
 from inkling_engine.artifacts import layout
+from inkling_engine.artifacts.child import module_command
 from inkling_engine.runtime import cli, graphs, probe
 
 SPEC = build_spec()
@@ -223,7 +224,12 @@ def test_every_sampling_option_arrives(shell: Shell, folder: Path) -> None:
         (["--prompt-ids", "1", "--stop-token-ids", "1;2"], "--stop-token-ids"),
         (["--prompt-ids", "1", "--stream", "--json"], "--stream"),
         (["--prompt-ids", "1", "--stream", "--n", "2"], "--stream"),
+        (["--prompt-ids", "1", "--logit-bias", "[" * 100_000], "--logit-bias"),
         (["--prompt-ids", "1", "--memory", "lots"], "--memory"),
+        (["--prompt-ids", "1", "--memory", "9" * 400], "--memory"),
+        (["--prompt-ids", "1", "--memory", "9" * 300], "--memory"),
+        (["--prompt-ids", "1", "--random-weights", "9" * 23], "--random-weights"),
+        (["--prompt-ids", "1", "--device-index", "9" * 23], "--device-index"),
         (["--prompt-ids", "1", "--log-level", "loud"], "--log-level"),
         (["--prompt-ids", "1", "--prompt-logprobs", "1"], "--prompt-logprobs"),
         (["--prompt-ids", "1", "extra"], "extra"),
@@ -400,7 +406,7 @@ def test_attach_weights_runs_the_compiler_in_its_own_process(
 
     monkeypatch.setattr(subprocess, "run", run)
     assert [shell("attach-weights", "DIR", "FROM")[0] for _ in range(3)] == [0, 4, 1]
-    assert seen[0] == [sys.executable, "-m", "inkling_engine.compile.attach", "DIR", "FROM"]
+    assert seen[0] == module_command("inkling_engine.compile.attach", "DIR", "FROM")
 
 
 def test_a_real_process_prints_one_line(tmp_path: Path) -> None:

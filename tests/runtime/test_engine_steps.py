@@ -155,6 +155,45 @@ def test_results_are_read_before_their_lines_are_written_again() -> None:
         assert list(choice.token_ids) == run_oracle(spec, [30], params)[0]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails", [KeyboardInterrupt, OSError, None])
+def test_pools_outlive_what_was_begun(
+    monkeypatch: pytest.MonkeyPatch, fails: type[BaseException] | None, overlap: bool
+) -> None:
+    """Even where a step ends in its wait for a replay, or that replay's wait fails again."""
+    engine = open_engine(build_spec(), overlap=overlap)
+    assert engine._replayer is not None
+    begin, begun, ended = engine._replayer.replay, itertools.count(1), list[int]()
+
+    def replay(name: str, steps: int) -> Any:
+        begin(name, steps)
+        number, times = next(begun), itertools.count()
+
+        def wait() -> None:
+            assert engine.pool.tensors, "the pools are still there"
+            if fails and number == 3 and not next(times):
+                raise fails
+            ended.append(number)
+            if fails and number > 3:
+                raise OSError("fails again")
+
+        return wait
+
+    monkeypatch.setattr(engine._replayer, "replay", replay)
+    engine.submit([30], SamplingParams(max_tokens=9, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    if fails:
+        with pytest.raises(fails):
+            engine.step()
+    engine.close()
+    assert ended[-1] == next(begun) - 1, "replays end in order: the last one was waited for"
+    assert not engine.pool.tensors
+    before = list(ended)
+    engine.close()
+    assert ended == before
+
+
 def _texts(folder: Path, steps: int, overlap: bool) -> list[object]:
     prompts = python_prompts((1, 5, 64, 65, 130, 300))
     asks: list[dict[str, Any]] = [

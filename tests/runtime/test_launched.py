@@ -35,6 +35,10 @@ def test_who_is_meant(launch: pytest.MonkeyPatch) -> None:
     launch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(IncompatibleError, match="several machines"):
         launched.place(2)
+    for words in ("x", ""):
+        launch.setenv("RANK", words)
+        with pytest.raises(UsageError, match=f"RANK: found '{words}'"):
+            launched.place(2)
     launch.delenv("RANK")
     assert launched.place(2) is None
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_spec import tiny_tokenizer
 
-from inkling_engine.runtime.errors import CorruptError
+from inkling_engine.runtime.errors import CorruptError, UsageError
 from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.tokens import TextStream, Tokenizer
 
@@ -53,6 +53,13 @@ def test_any_tokens_grow_into_their_text(ids: list[int], skip: bool) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert stream.close() == whole
     assert all(whole.startswith(text) for text in texts), "nothing is taken back"
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    """As a shell gives bytes that are not UTF-8, or JSON half of a pair."""
+    for text in ("a\udcff", "\ud83d"):
+        with pytest.raises(UsageError, match=f"at character {len(text) - 1}"):
+            TOKENIZER.encode(text)
 
 
 @given(st.text(max_size=30), st.lists(st.integers(0, 300), max_size=12))

@@ -22,6 +22,7 @@ from inkling_engine.runtime.report import Bucket, Run, chart, render, summarise
 from inkling_engine.runtime.sampling import SamplingParams
 from inkling_engine.runtime.trace import Trace, read_events, tracing
 
+FACTS = {"tokens": 1, "steps": 1, "drafted": 0, "bucket_tokens": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 ENDLESS = """
 import itertools, sys
@@ -127,6 +128,26 @@ def test_a_trace_or_chart_that_cannot_be_written(tmp_path: Path) -> None:
     run(tmp_path / "run.json")
     with pytest.raises(UsageError, match="--out"):
         chart(tmp_path / "run.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"ph": "X", "cat": "replay"},
+        {"ph": "X", "cat": "replay", "name": "a", "dur": 1, "args": {"tokens": 1}},
+        {"ph": "X", "cat": "replay", "name": "a", "dur": "1", "args": FACTS},
+        {"ph": "X", "cat": "replay", "name": "a", "dur": 1, "args": FACTS | {"bucket_tokens": 0}},
+        {"ph": "C", "name": "slots", "ts": 1, "args": {"free": 1, "live": "x"}},
+        {"ph": "C", "name": "slots", "ts": 1, "args": {"free": 1, "live": None}},
+        {"ph": "C", "name": "slots", "ts": 1, "args": [1]},
+    ],
+)
+def test_a_file_of_other_events_is_refused(tmp_path: Path, event: dict[str, Any]) -> None:
+    path = tmp_path / "run.json"
+    good = {"ph": "X", "cat": "replay", "name": "a", "dur": 1, "args": FACTS}
+    path.write_text(f"[\n{json.dumps(good)},\n{json.dumps(event)},\n")
+    with pytest.raises(UsageError, match="TRACE"):
+        chart(path, tmp_path / "chart.svg")
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
