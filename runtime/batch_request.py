@@ -154,7 +154,7 @@ def read_line(line: Line, job: str, seen: SeenIds) -> Envelope:
             raise LineError("duplicate_custom_id", f"custom_id: {text}; change it", "custom_id")
         name = f"id {custom_id}"
     except LineError as caught:
-        error = caught
+        error = caught.with_traceback(None)  # which would hold the line and all its fields
     return Envelope(line.index, derive(job, name).hex()[:24], custom_id, fields, error)
 
 
@@ -164,9 +164,7 @@ def derive(job: str, name: str) -> bytes:
 
 
 def read_request(envelope: Envelope, job: str, encoder: Encoder | None, chat: Chat | None) -> Work:
-    """What a line asks for; LineError if it cannot be had."""
-    if envelope.error:
-        raise envelope.error
+    """What a line that has no error so far asks for; LineError if it cannot be had."""
     try:
         return _read(envelope, job, encoder, chat)
     except FailedError:
