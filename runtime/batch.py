@@ -17,10 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import msgspec
+
 from inkling_engine.runtime import usage
 from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
 from inkling_engine.runtime.batch_job import Control, Job, StoppedError
 from inkling_engine.runtime.batch_output import Part, require_absent
+from inkling_engine.runtime.batch_paths import require_apart, require_writable, write_summary
 from inkling_engine.runtime.batch_progress import Watch, shown
 from inkling_engine.runtime.batch_request import Chat
 from inkling_engine.runtime.chat import open_chat
@@ -100,6 +103,7 @@ class BatchRunner:
 
     def _run(self, source: Path, output: Path, shard: Shard, watch: Watch | None) -> dict[str, Any]:
         require_absent(output)
+        require_apart(source, output, {})
         engine_id, before = self.engine.manifest.engine_id, self.engine.drafts.copy()
         with closing(Input(source, self._control.require_going)) as lines:
             identity = {
@@ -133,16 +137,28 @@ def run_batch(
     shard: Shard,
     deadline: float | None,
     trace: Path | None = None,
+    summary: Path | None = None,
     **load: Any,
 ) -> dict[str, Any]:
-    """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it."""
+    """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it.
+
+    The summary, which is written to the file `summary` too if one is given. Raises what
+    `BatchRunner.run` raises, UsageError for files that are one or cannot be written.
+    """
     require_absent(output)  # before the load, which takes its time
+    files = {"--summary": summary, "--trace": trace}
+    require_apart(source, output, files)
+    for name, path in files.items():
+        require_writable(name, path)
     runner = BatchRunner.load(folder, **load)
     with runner.engine as engine, tracing(engine, trace):
         with shown() as watch, stopped_by_signals(runner):
             report = runner.run(source, output, shard=shard, deadline=deadline, watch=watch)
         check(engine)
-        return report | usage.report(engine)
+        report |= usage.report(engine)
+    if summary:
+        write_summary(summary, msgspec.json.encode(report).decode() + "\n")
+    return report
 
 
 @contextmanager

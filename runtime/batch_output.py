@@ -34,6 +34,16 @@ def require_absent(output: Path) -> None:
         raise UsageError("output", found, "a path in a folder that exists", "make the folder")
 
 
+def part_of(output: Path) -> Path:
+    """Where `output` grows."""
+    return Path(f"{output}.part")
+
+
+def owner_of(output: Path) -> Path:
+    """What says whose part file it is."""
+    return Path(f"{output}.part.json")
+
+
 class Part:
     """An open part file, locked; `resumed` says whether it held lines of this job before."""
 
@@ -44,7 +54,7 @@ class Part:
         process holds the part file, or it belongs to a job of another identity.
         """
         self._output = output
-        self.path, self._owner = Path(f"{output}.part"), Path(f"{output}.part.json")
+        self.path, self._owner = part_of(output), owner_of(output)
         require_absent(output)
         try:
             self._file: BinaryIO = os.fdopen(

@@ -169,16 +169,13 @@ def batch(
     from inkling_engine.runtime.batch_input import parse_shard
     from inkling_engine.runtime.batch_progress import render
 
-    part, load = parse_shard(shard), _loading({"max_in_flight": max_in_flight, **load})
+    load = {"max_in_flight": max_in_flight, "trace": trace, "summary": summary, **load}
+    part, load = parse_shard(shard), _loading(load)
     try:
-        report = run_batch(
-            folder, source, output, shard=part, deadline=deadline, trace=trace, **load
-        )
+        report = run_batch(folder, source, output, shard=part, deadline=deadline, **load)
     except StoppedError as error:
         _fail(str(error), 128 + error.signum)
-    if summary:
-        summary.write_text(_encode(report) + "\n")
-    else:
+    if not summary:
         click.echo(_encode(report) if as_json else render(report))
     if failed := report["requests"]["failed"]:
         found = f"{failed} of {report['requests']['total']} failed"
