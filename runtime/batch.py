@@ -12,13 +12,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
+from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.runtime import usage
 from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
 from inkling_engine.runtime.batch_job import Control, Job, StoppedError
@@ -119,9 +120,11 @@ class BatchRunner:
                 job = Job(self.engine, self.chat, files, span, most, self._control)
                 try:
                     job.run(watch)
-                finally:
+                except BaseException:
                     job.abandon()
-                    part.sync()
+                    with suppress(FailedError):  # it would hide why the job ends
+                        part.sync()
+                    raise
                 part.commit()
         report = {"engine_id": engine_id, "shard": str(shard), **job.meter.summary()}
         if before.proposed:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batch_rig import (
     SPEC,
+    Stops,
     line,
     mixed,
     read_lines,
@@ -38,17 +39,6 @@ ODD = st.sampled_from(
     [b"", b"\r", b"{}", b"null", b'{"custom_id": "a"}', json.dumps(line("a")).encode()]
 )
 PIECES = st.lists(st.one_of(ODD, st.binary(max_size=40).map(lambda b: b.replace(b"\n", b""))))
-
-
-class Stops:
-    """A watch that stops a runner once as many lines are written."""
-
-    def __init__(self, runner: BatchRunner, written: int) -> None:
-        self.runner, self.written = runner, written
-
-    def __call__(self, meter: Meter) -> None:
-        if meter.written >= self.written:
-            self.runner.stop()
 
 
 def run(source: Path, output: Path, options: Any = None, **rest: Any) -> bytes:

@@ -1,16 +1,21 @@
-"""The files of a batch job when something is wrong with them: edits on the way, memory of what waits."""
+"""The files of a batch job when something is wrong with them: edits on the way, full disks, odd paths."""
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.batch_rig import StubEngine, line, stub, write_lines
+from support.batch_rig import Stops, StubEngine, line, stub, write_lines
 
-from inkling_engine.artifacts.errors import UsageError
-from inkling_engine.runtime.batch import BatchRunner
+from inkling_engine.artifacts.errors import FailedError, UsageError
+from inkling_engine.runtime.batch import BatchRunner, StoppedError
 from inkling_engine.runtime.batch_progress import Meter
 
 
@@ -63,3 +68,57 @@ def test_what_waits_to_be_written_holds_its_answer_only(
     finally:
         tracemalloc.stop()
     assert peak < 20_000_000, "a few lines' fields, 800 kB each, not those of all"
+
+
+@contextmanager
+def _no_room(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_job_that_finds_no_room_to_begin_leaves_nothing(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in", [line("a")]), tmp_path / "out"
+    with _no_room(10), pytest.raises(FailedError, match=r"out\.part\.json: found .*too large"):
+        run(source, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    (tmp_path / "out.part.json").mkdir()
+    with pytest.raises(FailedError, match=r"out\.part\.json: found .*directory"):
+        run(source, output)
+    (tmp_path / "out.part.json").rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    for length in (246, 251, 256):  # with .part.json.new, with .part, alone
+        with pytest.raises((FailedError, UsageError), match="name too long"):
+            run(source, tmp_path / ("o" * length))
+        with pytest.raises((FailedError, UsageError), match="name too long|no folder"):
+            run(source, tmp_path / ("o" * length) / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert run(source, output)
+
+
+@pytest.mark.parametrize("what", ["out.part", ""])
+def test_a_disk_that_is_full_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    source, sync = write_lines(tmp_path / "in", [line(f"{at}") for at in range(50)]), os.fsync
+    whole = run(source, tmp_path / "whole")
+
+    def fsync(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}") == str(tmp_path / what):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    runner, output = BatchRunner(stub()[0]), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        if what:  # why the job ends is not hidden
+            with pytest.raises(StoppedError):
+                runner.run(source, output, watch=Stops(runner, 1))
+        with pytest.raises(FailedError, match="No space left.*run the same command"):
+            runner.run(source, output)
+    assert (tmp_path / "out.part").exists() == (tmp_path / "out.part.json").exists() == bool(what)
+    assert run(source, output) == whole
