@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
-from inkling_engine.artifacts.errors import FailedError
+from inkling_engine.artifacts.errors import FailedError, UsageError, show
 from inkling_engine.runtime import usage
 from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
 from inkling_engine.runtime.batch_job import Control, Job, StoppedError
@@ -54,9 +54,10 @@ class BatchRunner:
         """Run on `engine`, with `chat` for its messages if the model has such.
 
         `max_in_flight` is how many sequences (choices of requests) are submitted at a time; by
-        default four times what the engine runs together. `options` are what else decides the
-        answers, beside the engine id: a job is not gone on with under other ones.
+        default four times what the engine runs together; UsageError below 1. `options` are what
+        else decides the answers, beside the engine id: a job is not gone on with under other ones.
         """
+        _require_count(max_in_flight)
         self.engine, self.chat, self.options = engine, chat, dict(options or {})
         self.max_in_flight = max_in_flight or _AHEAD * engine.spec.max_running
         self._control = Control()
@@ -66,6 +67,7 @@ class BatchRunner:
         """A runner on the engine in `folder`, opened with the keywords of `Engine.load`."""
         from inkling_engine.runtime.engine import Engine
 
+        _require_count(max_in_flight)
         options = {name: load.get(name) for name in ("random_weights", "alone")}
         engine = Engine.load(folder, **load)
         chat = open_chat(engine.tokenizer, Path(folder))
@@ -92,9 +94,11 @@ class BatchRunner:
 
         A part file left by an earlier run of the same job is gone on with; the job is the input's
         bytes, the engine, its `options` and the shard. Lines not done `deadline` seconds from now
-        are answered `expired`. Raises UsageError for an unreadable input, an existing output and a
-        part file of another job, StoppedError after `stop`, and what `Engine.step` raises.
+        are answered `expired`. Raises UsageError for a deadline that is no time to come, an
+        unreadable input, an existing output and a part file of another job, StoppedError after
+        `stop`, and what `Engine.step` raises.
         """
+        _require_seconds(deadline)
         if deadline is not None:
             self._control.deadline = time.monotonic() + deadline
         try:
@@ -148,7 +152,8 @@ def run_batch(
     The summary, which is written to the file `summary` too if one is given. Raises what
     `BatchRunner.run` raises, UsageError for files that are one or cannot be written.
     """
-    require_absent(output)  # before the load, which takes its time
+    _require_seconds(deadline)  # before the load, which takes its time
+    require_absent(output)
     files = {"--summary": summary, "--trace": trace}
     require_apart(source, output, files)
     for name, path in files.items():
@@ -180,3 +185,16 @@ def stopped_by_signals(runner: BatchRunner) -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _require_count(max_in_flight: int | None) -> None:
+    if max_in_flight is not None and not max_in_flight >= 1:
+        remedy = "change it or leave it out"
+        raise UsageError("max_in_flight", show(max_in_flight), "at least 1", remedy)
+
+
+def _require_seconds(deadline: float | None) -> None:
+    if deadline is not None and not deadline >= 0:  # nor is NaN
+        raise UsageError(
+            "deadline", show(deadline), "seconds from 0 on", "change it or leave it out"
+        )

@@ -6,10 +6,12 @@ import errno
 import gc
 import io
 import json
+import math
 import os
 import signal
 import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +390,28 @@ def test_a_deadline_that_passed(tmp_path: Path) -> None:
     assert codes == ["expired", "invalid_json", "expired"]
     runner.run(source, tmp_path / "again", deadline=1000.0)
     assert [one["error"] is None for one in read_lines(tmp_path / "again")] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("deadline", lambda run, _: run(deadline=math.nan)),
+        ("deadline", lambda run, _: run(deadline=-1.0)),
+        ("max_in_flight", lambda _, engine: BatchRunner(engine, max_in_flight=-1)),
+        ("max_in_flight", lambda _, engine: BatchRunner(engine, max_in_flight=0)),
+        ("max_in_flight", lambda *_: BatchRunner.load("no-engine", max_in_flight=0)),
+        ("shard", lambda run, _: run(shard=Shard(5, 4))),
+        ("shard", lambda run, _: run(shard=Shard(4, 4))),
+        ("shard", lambda run, _: run(shard=Shard(-1, 4))),
+        ("shard", lambda run, _: run(shard=Shard(0, 0))),
+    ],
+)
+def test_numbers_that_make_no_job_are_refused(tmp_path: Path, field: str, make: Any) -> None:
+    source, engine = write_lines(tmp_path / "in", mixed(20)), stub()[0]
+    with pytest.raises(UsageError) as caught:
+        make(partial(BatchRunner(engine).run, source, tmp_path / "out"), engine)
+    assert caught.value.field == field
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_closed_engine_is_no_lines_error(tmp_path: Path) -> None:
