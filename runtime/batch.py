@@ -68,7 +68,7 @@ class BatchRunner:
         from inkling_engine.runtime.engine import Engine
 
         _require_count(max_in_flight)
-        options = {name: load.get(name) for name in ("random_weights", "alone")}
+        options = {"random_weights": load.get("random_weights"), "alone": load.get("alone") or None}
         engine = Engine.load(folder, **load)
         chat = open_chat(engine.tokenizer, Path(folder))
         return cls(engine, chat, max_in_flight=max_in_flight, options=options)
@@ -171,7 +171,10 @@ def run_batch(
 
 @contextmanager
 def stopped_by_signals(runner: BatchRunner) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops the run; a second one does what it did before."""
+    """The first SIGINT or SIGTERM stops the run; a second one does what it did before.
+
+    One that is ignored, as a parent wished, stays so.
+    """
     before: dict[int, Any] = {}
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -179,7 +182,8 @@ def stopped_by_signals(runner: BatchRunner) -> Iterator[None]:
         signal.signal(signum, before[signum])
 
     for name in (signal.SIGINT, signal.SIGTERM):
-        before[name] = signal.signal(name, stop)
+        if signal.getsignal(name) is not signal.SIG_IGN:
+            before[name] = signal.signal(name, stop)
     try:
         yield
     finally:

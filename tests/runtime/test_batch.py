@@ -414,6 +414,21 @@ def test_numbers_that_make_no_job_are_refused(tmp_path: Path, field: str, make: 
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_job_is_the_same_however_it_says_that_it_is_not_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write_lines(tmp_path / "in", mixed(40)), tmp_path / "out"
+    monkeypatch.setattr("inkling_engine.runtime.engine.Engine.load", lambda *_, **__: stub()[0])
+    monkeypatch.setattr("inkling_engine.runtime.batch.open_chat", lambda *_: None)
+    part_of(source, output, 9, options={"random_weights": None, "alone": None})  # of before
+    for load in ({}, {"alone": False}, {"alone": None}, {}):
+        runner = BatchRunner.load(tmp_path, **load)
+        with pytest.raises(StoppedError):
+            runner.run(source, output, watch=Stops(runner, 0))
+    with pytest.raises(UsageError, match="a job of alone (None|False); expected alone True"):
+        BatchRunner.load(tmp_path, alone=True).run(source, output)
+
+
 def test_a_closed_engine_is_no_lines_error(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [line("a")])
     engine = open_engine(SPEC)
@@ -441,6 +456,17 @@ def test_a_second_signal_does_what_it_did_before() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_the_parent_ignores_stays_ignored(signum: signal.Signals) -> None:
+    before, runner = signal.signal(signum, signal.SIG_IGN), BatchRunner(stub()[0])
+    try:
+        with stopped_by_signals(runner):
+            assert signal.getsignal(signum) is signal.SIG_IGN
+        assert signal.getsignal(signum) is signal.SIG_IGN
+    finally:
+        signal.signal(signum, before)
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
