@@ -1,4 +1,4 @@
-"""The files that a batch command names: apart from each other, and such as can be written at the end.
+"""The files that a batch command names: each its own, and such as can be written at the end.
 
 Asked before the engine is loaded, since a job takes hours and its trace, its summary or its answers
 would else cost one another, or the summary turn out to have no place once the work is done.

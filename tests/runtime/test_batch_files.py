@@ -1,4 +1,4 @@
-"""The files of a batch job when something is wrong with them: edits on the way, full disks, odd paths."""
+"""A batch job's files when something is wrong: edits on the way, full disks, odd paths."""
 
 from __future__ import annotations
 

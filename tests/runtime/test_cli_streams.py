@@ -1,4 +1,4 @@
-"""The batch command whose standard streams are closed, full or read by nobody, as a real process."""
+"""The batch command with standard streams closed, full or read by nobody, as a real process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def batch(folder: Path, work: Path, streams: str, stderr: int = subprocess.PIPE)
     job = [sys.executable, "-m", "support.fake_cli", "batch", folder]
     shell = ["sh", "-c", f'"$@" {streams}', "sh", *map(str, job)]
     paths = (str(TESTS), os.environ.get("PYTHONPATH", ""))
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [*shell, "--input", str(work / "in"), "--output", str(work / "out")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "INKLING_ENGINE_CACHE": str(work)},
+        env={**buffered, "PYTHONPATH": os.pathsep.join(paths), "INKLING_ENGINE_CACHE": str(work)},
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,

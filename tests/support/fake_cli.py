@@ -1,4 +1,4 @@
-"""`inkling-engine` over a sealed folder of the fake engine, as a process: `python -m support.fake_cli`.
+"""`inkling-engine` over a folder of the fake engine, a process: `python -m support.fake_cli`.
 
 The folder's programs are no programs, so the fake step stands in; progress is shown at every step.
 """
