@@ -5,7 +5,24 @@ Every message is one line: the field, the value found, what was expected, what t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+_SHOWN: Final = 120  # characters of a value that an error shows
+
+
+def clip(value: object) -> str:
+    """A value's text, cut off if it is long."""
+    text = str(value)
+    tail = f"... ({len(text)} characters)"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - len(tail)] + tail
+
+
+def show(value: object) -> str:
+    """A value found, as Python writes it; what cannot be written is named by its type."""
+    try:
+        return clip(repr(value))
+    except (ValueError, RecursionError):  # too many digits, too deep
+        return f"a huge {type(value).__name__}"
 
 
 class UserError(Exception):

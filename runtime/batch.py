@@ -12,15 +12,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import msgspec
+
+from inkling_engine.artifacts.errors import FailedError, UsageError, show
 from inkling_engine.runtime import usage
 from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
 from inkling_engine.runtime.batch_job import Control, Job, StoppedError
 from inkling_engine.runtime.batch_output import Part, require_absent
+from inkling_engine.runtime.batch_paths import require_apart, require_writable, write_summary
 from inkling_engine.runtime.batch_progress import Watch, shown
 from inkling_engine.runtime.batch_request import Chat
 from inkling_engine.runtime.chat import open_chat
@@ -50,9 +54,10 @@ class BatchRunner:
         """Run on `engine`, with `chat` for its messages if the model has such.
 
         `max_in_flight` is how many sequences (choices of requests) are submitted at a time; by
-        default four times what the engine runs together. `options` are what else decides the
-        answers, beside the engine id: a job is not gone on with under other ones.
+        default four times what the engine runs together; UsageError below 1. `options` are what
+        else decides the answers, beside the engine id: a job is not gone on with under other ones.
         """
+        _require_count(max_in_flight)
         self.engine, self.chat, self.options = engine, chat, dict(options or {})
         self.max_in_flight = max_in_flight or _AHEAD * engine.spec.max_running
         self._control = Control()
@@ -62,7 +67,8 @@ class BatchRunner:
         """A runner on the engine in `folder`, opened with the keywords of `Engine.load`."""
         from inkling_engine.runtime.engine import Engine
 
-        options = {name: load.get(name) for name in ("random_weights", "alone")}
+        _require_count(max_in_flight)
+        options = {"random_weights": load.get("random_weights"), "alone": load.get("alone") or None}
         engine = Engine.load(folder, **load)
         chat = open_chat(engine.tokenizer, Path(folder))
         return cls(engine, chat, max_in_flight=max_in_flight, options=options)
@@ -88,9 +94,11 @@ class BatchRunner:
 
         A part file left by an earlier run of the same job is gone on with; the job is the input's
         bytes, the engine, its `options` and the shard. Lines not done `deadline` seconds from now
-        are answered `expired`. Raises UsageError for an unreadable input, an existing output and a
-        part file of another job, StoppedError after `stop`, and what `Engine.step` raises.
+        are answered `expired`. Raises UsageError for a deadline that is no time to come, an
+        unreadable input, an existing output and a part file of another job, StoppedError after
+        `stop`, and what `Engine.step` raises.
         """
+        _require_seconds(deadline)
         if deadline is not None:
             self._control.deadline = time.monotonic() + deadline
         try:
@@ -100,6 +108,7 @@ class BatchRunner:
 
     def _run(self, source: Path, output: Path, shard: Shard, watch: Watch | None) -> dict[str, Any]:
         require_absent(output)
+        require_apart(source, output, {})
         engine_id, before = self.engine.manifest.engine_id, self.engine.drafts.copy()
         with closing(Input(source, self._control.require_going)) as lines:
             identity = {
@@ -115,9 +124,11 @@ class BatchRunner:
                 job = Job(self.engine, self.chat, files, span, most, self._control)
                 try:
                     job.run(watch)
-                finally:
+                except BaseException:
                     job.abandon()
-                    part.sync()
+                    with suppress(FailedError):  # it would hide why the job ends
+                        part.sync()
+                    raise
                 part.commit()
         report = {"engine_id": engine_id, "shard": str(shard), **job.meter.summary()}
         if before.proposed:
@@ -133,21 +144,37 @@ def run_batch(
     shard: Shard,
     deadline: float | None,
     trace: Path | None = None,
+    summary: Path | None = None,
     **load: Any,
 ) -> dict[str, Any]:
-    """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it."""
-    require_absent(output)  # before the load, which takes its time
+    """Load the engine and run one job, progress on stderr; SIGINT and SIGTERM stop it.
+
+    The summary, which is written to the file `summary` too if one is given. Raises what
+    `BatchRunner.run` raises, UsageError for files that are one or cannot be written.
+    """
+    _require_seconds(deadline)  # before the load, which takes its time
+    require_absent(output)
+    files = {"--summary": summary, "--trace": trace}
+    require_apart(source, output, files)
+    for name, path in files.items():
+        require_writable(name, path)
     runner = BatchRunner.load(folder, **load)
     with runner.engine as engine, tracing(engine, trace):
         with shown() as watch, stopped_by_signals(runner):
             report = runner.run(source, output, shard=shard, deadline=deadline, watch=watch)
         check(engine)
-        return report | usage.report(engine)
+        report |= usage.report(engine)
+    if summary:
+        write_summary(summary, msgspec.json.encode(report).decode() + "\n")
+    return report
 
 
 @contextmanager
 def stopped_by_signals(runner: BatchRunner) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops the run; a second one does what it did before."""
+    """The first SIGINT or SIGTERM stops the run; a second one does what it did before.
+
+    One that is ignored, as a parent wished, stays so.
+    """
     before: dict[int, Any] = {}
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -155,9 +182,23 @@ def stopped_by_signals(runner: BatchRunner) -> Iterator[None]:
         signal.signal(signum, before[signum])
 
     for name in (signal.SIGINT, signal.SIGTERM):
-        before[name] = signal.signal(name, stop)
+        if signal.getsignal(name) is not signal.SIG_IGN:
+            before[name] = signal.signal(name, stop)
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _require_count(max_in_flight: int | None) -> None:
+    if max_in_flight is not None and not max_in_flight >= 1:
+        remedy = "change it or leave it out"
+        raise UsageError("max_in_flight", show(max_in_flight), "at least 1", remedy)
+
+
+def _require_seconds(deadline: float | None) -> None:
+    if deadline is not None and not deadline >= 0:  # nor is NaN
+        raise UsageError(
+            "deadline", show(deadline), "seconds from 0 on", "change it or leave it out"
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 
 MAX_LINE: Final = 64 << 20  # bytes; a longer line is answered with an error
 _BLOCK: Final = 1 << 20
@@ -26,10 +26,15 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `index` of `count`, counted from 0."""
+    """Part `index` of `count`, counted from 0; UsageError if there is no such part."""
 
     index: int
     count: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 0 <= self.index < self.count:
+            raise _no_shard(str(self))
 
     def span(self, total: int) -> range:
         """Its lines of `total`."""
@@ -46,11 +51,14 @@ WHOLE: Final = Shard(0, 1)
 def parse_shard(text: str) -> Shard:
     """The shard that `i/n` says, i from 0 to n-1; UsageError otherwise."""
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
-    shard = Shard(int(match[1]), int(match[2])) if match else Shard(0, 0)
-    if not shard.index < shard.count:
-        remedy = "give one such as 0/4, the first of four"
-        raise UsageError("shard", repr(text), "i/n with i from 0 to n-1", remedy)
-    return shard
+    if not match:
+        raise _no_shard(show(text))
+    return Shard(int(match[1]), int(match[2]))
+
+
+def _no_shard(found: str) -> UsageError:
+    remedy = "give one such as 0/4, the first of four"
+    return UsageError("shard", found, "i/n with i from 0 to n-1", remedy)
 
 
 @dataclass(frozen=True, slots=True)

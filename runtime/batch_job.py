@@ -11,6 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
@@ -123,7 +124,7 @@ class Job:
                 watch(self.meter)
             self._require_going()
         self._engine.step()  # the idle self-check
-        self._input.require_unchanged()
+        self._input.require_unchanged()  # nor after the last line was written
 
     def abandon(self) -> None:
         """Abort what still runs."""
@@ -195,18 +196,18 @@ class Job:
 
     def _submit(self, entry: _Entry) -> None:
         """Begin a line's request, or answer it with what is wrong."""
-        engine = self._engine
-        try:
-            if not entry.envelope.error and (verdict := self._control.verdict()):
-                raise verdict
-            work = entry.work = read_request(
-                entry.envelope, self._job, engine.tokenizer, self._chat
-            )
-            request = entry.request = engine.submit(work.prompt, work.params)
-        except LineError as error:
+        engine, envelope = self._engine, entry.envelope
+        entry.envelope = replace(envelope, fields={}, error=None)  # what waits holds no body
+        if error := envelope.error or self._control.verdict():
             self._fail(entry, error)
-        except UsageError as error:
-            self._fail(entry, LineError.of(error, entry.work.names if entry.work else None))
+            return
+        try:
+            work = entry.work = read_request(envelope, self._job, engine.tokenizer, self._chat)
+            request = entry.request = engine.submit(work.prompt, work.params)
+        except LineError as caught:
+            self._fail(entry, caught)
+        except UsageError as caught:
+            self._fail(entry, LineError.of(caught, entry.work.names if entry.work else None))
         else:
             entry.started = time.perf_counter()
             self._live[request] = entry
@@ -249,7 +250,8 @@ class Job:
             self.meter.count(entry.code, entry.usage)
             self._held -= len(entry.answer)
             self._window.popleft()
-        if lines:
+        if lines:  # they were read before now: an edit between was not seen by them
+            self._input.require_unchanged()
             self._part.write(lines)
 
 

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from inkling_engine.runtime.drafts import render_drafts
 
 PERCENTILES: Final = (50, 90, 99, 100)
 _LINE_SECONDS, _BAR_SECONDS = 10.0, 0.25
+_UNWRITABLE: Final = (OSError, ValueError)  # full or read by nobody, closed
 
 
 class Meter:
@@ -109,7 +110,13 @@ Watch = Callable[[Meter], object]  # shows how a job goes; called after every st
 
 @contextmanager
 def shown() -> Iterator[Watch]:
-    """A watch that shows progress on stderr: a bar on a terminal, else a line every 10 seconds."""
+    """A watch that shows progress on stderr: a bar on a terminal, else a line every 10 seconds.
+
+    It says no more once stderr cannot be written, which is no reason to end a job.
+    """
+    if sys.stderr is None or sys.stderr.closed:
+        yield lambda meter: None
+        return
     if not sys.stderr.isatty():
         yield _Every(
             _LINE_SECONDS, lambda m: print(f"batch: {m.text()}", file=sys.stderr, flush=True)
@@ -120,15 +127,21 @@ def shown() -> Iterator[Watch]:
 
     columns = (BarColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("")
+    bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+    task = bar.add_task("")
 
-        def show(meter: Meter) -> None:
-            done = meter.written
-            bar.update(task, total=meter.total, completed=done, description=meter.text())
-            bar.refresh()
+    def show(meter: Meter) -> None:
+        done = meter.written
+        bar.update(task, total=meter.total, completed=done, description=meter.text())
+        bar.refresh()
 
+    try:
+        with suppress(*_UNWRITABLE):
+            bar.start()
         yield _Every(_BAR_SECONDS, show)
+    finally:
+        with suppress(*_UNWRITABLE):
+            bar.stop()
 
 
 def render(summary: Mapping[str, Any]) -> str:
@@ -160,5 +173,8 @@ class _Every:
     def __call__(self, meter: Meter) -> None:
         """Show, if it is time."""
         if time.monotonic() - self._last >= self._seconds:
-            self._show(meter)
+            try:
+                self._show(meter)
+            except _UNWRITABLE:
+                self._seconds = float("inf")
             self._last = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
+from inkling_engine.artifacts.errors import FailedError, UsageError, UserError, clip, show
 from inkling_engine.runtime import batch_input, sampling
 from inkling_engine.runtime.batch_input import Line, SeenIds
 from inkling_engine.runtime.chat import FIELDS as CHAT_FIELDS
@@ -25,7 +25,6 @@ COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 _LINE_FIELDS: Final = ("custom_id", "method", "url", "body")
 _CODES: Final = {"prompt + max_tokens": "context_length_exceeded"}
-_SHOWN: Final = 120  # characters of a value that an error shows
 
 _ANSWER = "a batch line has one whole answer; leave it out"
 _CHECK = "ask for it in the prompt and check the text"
@@ -127,20 +126,6 @@ class Work:
     names: Mapping[str, str]
 
 
-def clip(value: object) -> str:
-    """A value's text, cut off if it is long."""
-    text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
-
-
-def _show(value: object) -> str:
-    """A value of a line as Python writes it; what cannot be written is named by its type."""
-    try:
-        return clip(repr(value))
-    except (ValueError, RecursionError):  # too many digits, too deep
-        return f"a huge {type(value).__name__}"
-
-
 def read_line(line: Line, job: str, seen: SeenIds) -> Envelope:
     """Read a line's own fields. Its key is of `job` and its custom_id, of `job` and its number if
     it has none of its own."""
@@ -150,11 +135,11 @@ def read_line(line: Line, job: str, seen: SeenIds) -> Envelope:
         fields = _decode(line)
         custom_id = _custom_id(fields)
         if (first := seen.add(custom_id, line.index)) is not None:
-            text = f"found {_show(custom_id)} again; expected one not used in line {first + 1}"
+            text = f"found {show(custom_id)} again; expected one not used in line {first + 1}"
             raise LineError("duplicate_custom_id", f"custom_id: {text}; change it", "custom_id")
         name = f"id {custom_id}"
     except LineError as caught:
-        error = caught
+        error = caught.with_traceback(None)  # which would hold the line and all its fields
     return Envelope(line.index, derive(job, name).hex()[:24], custom_id, fields, error)
 
 
@@ -164,9 +149,7 @@ def derive(job: str, name: str) -> bytes:
 
 
 def read_request(envelope: Envelope, job: str, encoder: Encoder | None, chat: Chat | None) -> Work:
-    """What a line asks for; LineError if it cannot be had."""
-    if envelope.error:
-        raise envelope.error
+    """What a line that has no error so far asks for; LineError if it cannot be had."""
     try:
         return _read(envelope, job, encoder, chat)
     except FailedError:
@@ -191,11 +174,11 @@ def _read(envelope: Envelope, job: str, encoder: Encoder | None, chat: Chat | No
     _require("method", fields.get("method"), ("POST",))
     url = _require("url", fields.get("url"), (COMPLETIONS, CHAT))
     if not isinstance(body := fields.get("body"), dict):
-        raise UsageError("body", _show(body), "an object of request fields", "give one")
+        raise UsageError("body", show(body), "an object of request fields", "give one")
     body = {name: value for name, value in body.items() if value is not None}
     _check_names(body, url)
     if not isinstance(body.get("model", ""), str):
-        raise UsageError("model", _show(body["model"]), "a string", "correct it or leave it out")
+        raise UsageError("model", show(body["model"]), "a string", "correct it or leave it out")
     values = {name: body[name] for name in _SAMPLING & body.keys()}
     values.setdefault("seed", int.from_bytes(derive(job, f"seed {envelope.custom_id}")[:8]))
     if url == CHAT:
@@ -209,13 +192,13 @@ def _read(envelope: Envelope, job: str, encoder: Encoder | None, chat: Chat | No
         found = f"a list of {len(prompt)} prompts"
         raise UsageError("prompt", found, "text or a list of token ids", "one line for each prompt")
     if isinstance(prompt, dict):
-        raise UsageError("prompt", _show(prompt), "text or a list of token ids", "give one of them")
+        raise UsageError("prompt", show(prompt), "text or a list of token ids", "give one of them")
     return Work(read_prompt(prompt, encoder), params, False, token_ids, {})
 
 
 def _read_chat(body: dict[str, Any], values: dict[str, Any], chat: Chat | None) -> Work:
     if not isinstance(messages := body.get("messages"), list) or not messages:
-        found = _show(messages) if "messages" in body else "nothing"
+        found = show(messages) if "messages" in body else "nothing"
         raise UsageError("messages", found, "a non-empty list of messages", "give one")
     if chat is None:
         remedy = f"make the prompt yourself and use {COMPLETIONS}"
@@ -237,7 +220,7 @@ def _chat_lengths(body: dict[str, Any], values: dict[str, Any]) -> dict[str, str
     """Set max_tokens of a chat; the names under which the line gave what may be at fault."""
     newer, older = body.get("max_completion_tokens"), body.get("max_tokens")
     if newer is not None and older is not None and newer != older:
-        found = f"{_show(newer)} beside max_tokens {_show(older)}"
+        found = f"{show(newer)} beside max_tokens {show(older)}"
         raise UsageError("max_completion_tokens", found, "one of the two", "drop max_tokens")
     values["max_tokens"] = older if newer is None else newer  # none: all that the context leaves
     names = {"logprobs": "top_logprobs"}
@@ -247,9 +230,9 @@ def _chat_lengths(body: dict[str, Any], values: dict[str, Any]) -> dict[str, str
 def _chat_logprobs(body: dict[str, Any], values: dict[str, Any]) -> None:
     wanted = values.pop("logprobs", False)
     if not isinstance(wanted, bool):
-        raise UsageError("logprobs", _show(wanted), "true or false", "use top_logprobs for a count")
+        raise UsageError("logprobs", show(wanted), "true or false", "use top_logprobs for a count")
     if "top_logprobs" in body and not wanted:
-        found = f"{_show(body['top_logprobs'])} without logprobs"
+        found = f"{show(body['top_logprobs'])} without logprobs"
         raise UsageError("top_logprobs", found, "`logprobs: true` beside it", "set it")
     if wanted:
         values["logprobs"] = body.get("top_logprobs", 0)
@@ -258,7 +241,7 @@ def _chat_logprobs(body: dict[str, Any], values: dict[str, Any]) -> None:
 def _token_ids_wanted(body: Mapping[str, Any], default: bool) -> bool:
     wanted = body.get("return_token_ids", default)
     if not isinstance(wanted, bool):
-        raise UsageError("return_token_ids", _show(wanted), "true or false", "correct it")
+        raise UsageError("return_token_ids", show(wanted), "true or false", "correct it")
     return wanted
 
 
@@ -271,20 +254,20 @@ def _check_names(body: dict[str, Any], url: str) -> None:
         if name in _IGNORED or any(type(value) is type(v) and value == v for v in neutral):
             del body[name]
         elif remedy:
-            error = UsageError(name, _show(value), f"no such field at {url}", remedy)
+            error = UsageError(name, show(value), f"no such field at {url}", remedy)
             raise LineError("unsupported_field", str(error), name)
         else:
             raise _unknown(name, value, f"a field of {url}")
 
 
 def _unknown(name: str, value: Any, expected: str) -> LineError:
-    error = UsageError(clip(name), _show(value), expected, "correct the name or leave it out")
+    error = UsageError(clip(name), show(value), expected, "correct the name or leave it out")
     return LineError("unknown_field", str(error), name)
 
 
 def _require(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
-        found = "nothing" if value is None else _show(value)
+        found = "nothing" if value is None else show(value)
         raise UsageError(name, found, " or ".join(allowed), f"set {name}")
     return value
 
@@ -298,12 +281,12 @@ def _decode(line: Line) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        shown = _show(text.decode(errors="replace")) if text else "an empty line"
+        shown = show(text.decode(errors="replace")) if text else "an empty line"
         reason = f" ({error})" if text else ""
         found = f"line: found {shown}{reason}; expected a JSON object"
         raise LineError("invalid_json", f"{found}; correct or remove the line") from None
     if not isinstance(value, dict):
-        found = f"line: found {_show(value)}; expected a JSON object"
+        found = f"line: found {show(value)}; expected a JSON object"
         raise LineError("invalid_json", f"{found}; correct or remove the line")
     return value
 
@@ -312,6 +295,6 @@ def _custom_id(fields: Mapping[str, Any]) -> str:
     value = fields.get("custom_id")
     if isinstance(value, str) and value:
         return value
-    found = _show(value) if "custom_id" in fields else "nothing"
+    found = show(value) if "custom_id" in fields else "nothing"
     error = UsageError("custom_id", found, "a non-empty string", "name the line")
     raise LineError("invalid_custom_id", str(error), "custom_id")

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 
 Role = Literal["system", "user", "model", "tool"]
 Kind = Literal["text", "thinking", "xml", "invoke_tool_json"]
@@ -269,9 +269,4 @@ def _json(value: Any, field: str, order: Literal["sorted"] | None = "sorted") ->
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: one short line."""
-    try:
-        text = "nothing" if value is None else ascii(value)
-    except (RecursionError, ValueError):  # too deep, or an integer of too many digits
-        text = type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "nothing" if value is None else show(value)

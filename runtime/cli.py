@@ -10,8 +10,9 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -170,17 +171,14 @@ def batch(
     from inkling_engine.runtime.batch_input import parse_shard
     from inkling_engine.runtime.batch_progress import render
 
-    part, load = parse_shard(shard), _loading({"max_in_flight": max_in_flight, **load})
+    load = {"max_in_flight": max_in_flight, "trace": trace, "summary": summary, **load}
+    part, load = parse_shard(shard), _loading(load)
     try:
-        report = run_batch(
-            folder, source, output, shard=part, deadline=deadline, trace=trace, **load
-        )
+        report = run_batch(folder, source, output, shard=part, deadline=deadline, **load)
     except StoppedError as error:
         _fail(str(error), 128 + error.signum)
-    if summary:
-        summary.write_text(_encode(report) + "\n")
-    else:
-        click.echo(_encode(report) if as_json else render(report))
+    if not summary:
+        _say(_encode(report) if as_json else render(report))
     if failed := report["requests"]["failed"]:
         found = f"{failed} of {report['requests']['total']} failed"
         remedy = f"see the `error` of those lines in {output}"
@@ -200,6 +198,7 @@ def attach_weights(folder: Path, checkpoint: Path) -> None:
 
 def main() -> None:
     """Entry point: exit codes 0 ok, 1 failure, 2 usage, 3 to 6 as `artifacts.errors`, 130."""
+    _fill_streams()
     try:
         command.main(prog_name="inkling-engine", standalone_mode=False)
         sys.stdout.flush()
@@ -209,14 +208,46 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
-    except BrokenPipeError:  # nobody reads on; keep the interpreter from saying so at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # nobody reads on
         sys.exit(1)
+    finally:
+        _let_go(sys.stdout)
+        _let_go(sys.stderr)
+
+
+def _fill_streams() -> None:
+    """Give closed standard streams a place, so that no other file gets their numbers."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # it takes the lowest free number
+        pass
+    os.close(handle)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _let_go(stream: TextIO) -> None:
+    """Drop what a standard stream does not take, or the interpreter would fail on it once more at
+    its end, with an exit code of its own."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody may read it, but the code is heard
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """Print a result; FailedError if stdout does not take it."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        remedy = "make room or send it elsewhere"
+        raise FailedError("stdout", error, "a stream that can be written", remedy) from None
 
 
 def _encode(value: object) -> str:

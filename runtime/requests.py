@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.runtime.sampling import SamplingParams, check_params, choice_seed
 
@@ -354,9 +354,8 @@ def read_prompt(prompt: Prompt, tokenizer: Encoder | None) -> ListLike[int]:
         keys = prompt.keys() & {"prompt", "prompt_token_ids"}
         if len(keys) != 1 or len(prompt) != 1:
             expected = "exactly one of `prompt` and `prompt_token_ids`"
-            raise UsageError(
-                "prompt", f"an object with {sorted(prompt)}", expected, "give that one"
-            )
+            found = f"an object with {show(list(prompt))}"
+            raise UsageError("prompt", found, expected, "give that one")
         prompt = prompt[keys.pop()]
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -391,4 +390,4 @@ def check_prompt(prompt: ListLike[Any], spec: EngineSpec) -> None:
     for token in prompt:
         if type(token) is not int or not 0 <= token < vocab:
             expected = f"integer ids from 0 to {vocab - 1}"
-            raise UsageError("prompt token id", repr(token), expected, "use the model's tokenizer")
+            raise UsageError("prompt token id", show(token), expected, "use the model's tokenizer")

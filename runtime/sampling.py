@@ -8,11 +8,12 @@ judged alone is checked here; what depends on the engine (limits, vocabulary) in
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 from inkling_engine.artifacts.spec import EngineSpec
 
 GREEDY_BELOW: Final = 1e-5  # smaller temperatures are greedy, as in vLLM
@@ -119,29 +120,29 @@ class SamplingParams(metaclass=_ClosedFields):
             value = getattr(self, name)
             if not (value is None and name in _OPTIONAL) and not _is_integer(value, least, most):
                 raise UsageError(
-                    name, repr(value), f"an integer from {least} to {most}", _set(name)
+                    name, show(value), f"an integer from {least} to {most}", _set(name)
                 )
         for name, (low, high) in _NUMBERS.items():
             if not _is_number(value := getattr(self, name), low, high):
-                raise UsageError(name, repr(value), _range_text(name, low, high), _set(name))
+                raise UsageError(name, show(value), _range_text(name, low, high), _set(name))
         for name in _SWITCHES:
             if not isinstance(value := getattr(self, name), bool):
-                raise UsageError(name, repr(value), "true or false", _set(name))
+                raise UsageError(name, show(value), "true or false", _set(name))
         self._normalise()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens ({self.max_tokens})"
             raise UsageError("min_tokens", self.min_tokens, limit, "lower it or raise max_tokens")
         if self.stop and not self.detokenize:
             remedy = "set detokenize or use stop_token_ids"
-            raise UsageError("stop", repr(self.stop), "none without detokenize", remedy)
+            raise UsageError("stop", show(self.stop), "none without detokenize", remedy)
 
     def _normalise(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         if not all(isinstance(text, str) and text for text in stop):
-            raise UsageError("stop", repr(self.stop), "non-empty strings", _set("stop"))
+            raise UsageError("stop", show(self.stop), "non-empty strings", _set("stop"))
         ids = _listed("stop_token_ids", self.stop_token_ids)
         if not all(_is_integer(token, 0, 2**31 - 1) for token in ids):
-            raise UsageError("stop_token_ids", repr(ids), "token ids", _set("stop_token_ids"))
+            raise UsageError("stop_token_ids", show(ids), "token ids", _set("stop_token_ids"))
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -193,8 +194,8 @@ def choice_seed(seed: int, index: int) -> int:
 
 def _unknown(name: str, value: Any) -> UsageError:
     if name in REFUSED:
-        return UsageError(name, repr(value), "no such field (unsupported)", REFUSED[name])
-    return UsageError(name, repr(value), "a sampling field", "see SamplingParams for the names")
+        return UsageError(name, show(value), "no such field (unsupported)", REFUSED[name])
+    return UsageError(name, show(value), "a sampling field", "see SamplingParams for the names")
 
 
 def _set(name: str) -> str:
@@ -222,8 +223,8 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
     if values is None:
         return ()
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise UsageError(name, repr(values), "a list", _set(name))
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise UsageError(name, show(values), "a list", _set(name))
     return tuple(values)
 
 
@@ -233,13 +234,15 @@ def _bias(values: Any) -> dict[int, float]:
         return {}
     if not isinstance(values, Mapping):
         raise UsageError(
-            "logit_bias", repr(values), "an object of token id: bias", _set("logit_bias")
+            "logit_bias", show(values), "an object of token id: bias", _set("logit_bias")
         )
     found: dict[int, float] = {}
     for key, value in values.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        token = int(key) if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) else key
         if not _is_integer(token, 0, 2**31 - 1) or not _is_number(value, -100.0, 100.0):
             expected = "token ids with biases from -100 to 100"
-            raise UsageError("logit_bias", f"{key!r}: {value!r}", expected, _set("logit_bias"))
+            raise UsageError(
+                "logit_bias", f"{show(key)}: {show(value)}", expected, _set("logit_bias")
+            )
         found[token] = float(value)
     return found

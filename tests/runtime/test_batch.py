@@ -6,10 +6,12 @@ import errno
 import gc
 import io
 import json
+import math
 import os
 import signal
 import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batch_rig import (
     SPEC,
+    Stops,
     line,
     mixed,
     read_lines,
@@ -38,17 +41,6 @@ ODD = st.sampled_from(
     [b"", b"\r", b"{}", b"null", b'{"custom_id": "a"}', json.dumps(line("a")).encode()]
 )
 PIECES = st.lists(st.one_of(ODD, st.binary(max_size=40).map(lambda b: b.replace(b"\n", b""))))
-
-
-class Stops:
-    """A watch that stops a runner once as many lines are written."""
-
-    def __init__(self, runner: BatchRunner, written: int) -> None:
-        self.runner, self.written = runner, written
-
-    def __call__(self, meter: Meter) -> None:
-        if meter.written >= self.written:
-            self.runner.stop()
 
 
 def run(source: Path, output: Path, options: Any = None, **rest: Any) -> bytes:
@@ -400,6 +392,43 @@ def test_a_deadline_that_passed(tmp_path: Path) -> None:
     assert [one["error"] is None for one in read_lines(tmp_path / "again")] == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("deadline", lambda run, _: run(deadline=math.nan)),
+        ("deadline", lambda run, _: run(deadline=-1.0)),
+        ("max_in_flight", lambda _, engine: BatchRunner(engine, max_in_flight=-1)),
+        ("max_in_flight", lambda _, engine: BatchRunner(engine, max_in_flight=0)),
+        ("max_in_flight", lambda *_: BatchRunner.load("no-engine", max_in_flight=0)),
+        ("shard", lambda run, _: run(shard=Shard(5, 4))),
+        ("shard", lambda run, _: run(shard=Shard(4, 4))),
+        ("shard", lambda run, _: run(shard=Shard(-1, 4))),
+        ("shard", lambda run, _: run(shard=Shard(0, 0))),
+    ],
+)
+def test_numbers_that_make_no_job_are_refused(tmp_path: Path, field: str, make: Any) -> None:
+    source, engine = write_lines(tmp_path / "in", mixed(20)), stub()[0]
+    with pytest.raises(UsageError) as caught:
+        make(partial(BatchRunner(engine).run, source, tmp_path / "out"), engine)
+    assert caught.value.field == field
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_job_is_the_same_however_it_says_that_it_is_not_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write_lines(tmp_path / "in", mixed(40)), tmp_path / "out"
+    monkeypatch.setattr("inkling_engine.runtime.engine.Engine.load", lambda *_, **__: stub()[0])
+    monkeypatch.setattr("inkling_engine.runtime.batch.open_chat", lambda *_: None)
+    part_of(source, output, 9, options={"random_weights": None, "alone": None})  # of before
+    for load in ({}, {"alone": False}, {"alone": None}, {}):
+        runner = BatchRunner.load(tmp_path, **load)
+        with pytest.raises(StoppedError):
+            runner.run(source, output, watch=Stops(runner, 0))
+    with pytest.raises(UsageError, match="a job of alone (None|False); expected alone True"):
+        BatchRunner.load(tmp_path, alone=True).run(source, output)
+
+
 def test_a_closed_engine_is_no_lines_error(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [line("a")])
     engine = open_engine(SPEC)
@@ -427,6 +456,17 @@ def test_a_second_signal_does_what_it_did_before() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_the_parent_ignores_stays_ignored(signum: signal.Signals) -> None:
+    before, runner = signal.signal(signum, signal.SIG_IGN), BatchRunner(stub()[0])
+    try:
+        with stopped_by_signals(runner):
+            assert signal.getsignal(signum) is signal.SIG_IGN
+        assert signal.getsignal(signum) is signal.SIG_IGN
+    finally:
+        signal.signal(signum, before)
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:

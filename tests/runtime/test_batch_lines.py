@@ -83,6 +83,10 @@ BAD: dict[str, tuple[object, str, tuple[str, ...]]] = {
     "max_tokens": (line("x", max_tokens=1.5), "invalid_request", ("max_tokens: found 1.5",)),
     "seed": (line("x", seed=-3), "invalid_request", ("seed: found -3",)),
     "huge seed": (line("x", seed=10**30), "invalid_request", ("seed", str(10**30))),
+    "bias of a huge id": (
+        *(line("x", logit_bias={"9" * 5000: 1}), "invalid_request"),
+        ("logit_bias: found '999", " characters)"),
+    ),
     "stop": (line("x", stop=[""]), "invalid_request", ("stop: found ['']",)),
     "stop ids": (line("x", stop_token_ids=["a"]), "invalid_request", ("stop_token_ids", "'a'")),
     "presence_penalty": (
@@ -166,6 +170,25 @@ def test_good_lines_beside_bad_ones_are_answered(answers: list[dict[str, Any]]) 
     assert len(answers) == len(BAD) + 2
     assert [answers[at]["response"]["status_code"] for at in (0, -1)] == [200, 200]
     assert len({one["id"] for one in answers}) == len(answers)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'"prompt":[1,%s1%s]',
+        *(b'"prompt":[30],"stop":[%s1%s]', b'"prompt":[30],"logit_bias":{"1":%s1%s}'),
+        *(b'"prompt":[30],"n":%s1%s', b'"prompt":[30],"echo":%s1%s'),
+    ],
+)
+def test_values_too_deep_to_show_are_their_lines_errors(tmp_path: Path, body: bytes) -> None:
+    head = b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{' + body + b"}}"
+    lines = [head % (at, b"[" * at, b"]" * at) for at in range(600, 1001)]
+    source = write_lines(tmp_path / "in", [*lines, line("last")])
+    BatchRunner(stub()[0]).run(source, tmp_path / "out")
+    *refused, last = read_lines(tmp_path / "out")
+    assert last["response"]
+    codes = {one["error"]["code"] for one in refused}  # where decoding ends is Python's choice
+    assert codes <= {"invalid_json", "invalid_request", "unsupported_field"}
 
 
 def test_chat_lines_are_refused_without_a_chat(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +66,8 @@ OPTIONS = {
     ],
     "attach-weights": ["checkpoint", "folder"],
 }
+
+FILES = ("--summary", "--trace")
 
 
 @pytest.fixture(scope="module")
@@ -365,6 +369,62 @@ def test_batch_usage_errors(shell: Shell, folder: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "out").touch()
     assert "exists" in shell.fail(2, "batch", tmp_path / "no-engine", *files)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--output", "in.part/../in", "output: found .*in exists"),
+        *((option, name, "is the input too") for option in FILES for name in ("in", "link")),
+        *((option, "out", "is the output too") for option in FILES),
+        *((option, "out.part", "is the output's .part too") for option in FILES),
+        *((option, "hard", "is the output's .part too") for option in FILES),
+        *((option, "out.part.json", "is the output's .part.json too") for option in FILES),
+        *((option, "no/x", f"{option}: found .*No such file") for option in FILES),
+        *((option, "in.part", f"{option}: found .*Is a directory") for option in FILES),
+        *((option, "x" * 256, f"{option}: found .*File name too long") for option in FILES),
+        ("--trace", "report", "--trace: found .*report, which is the --summary too"),
+        ("--input", "out.part", "is the input too"),
+    ],
+)
+def test_batch_files_that_would_cost_each_other(
+    shell: Shell, tmp_path: Path, option: str, name: str, words: str
+) -> None:
+    batch_lines(tmp_path / "in", [30])
+    (tmp_path / "in.part").mkdir()
+    (tmp_path / "out.part").write_bytes(b"a record\n")
+    (tmp_path / "hard").hardlink_to(tmp_path / "out.part")
+    (tmp_path / "link").symlink_to("in")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
+    options = {"--input": "in", "--output": "out", "--summary": "report", option: name}
+    files = [one for key, value in options.items() for one in (key, tmp_path / value)]
+    assert re.search(words, shell.fail(2, "batch", tmp_path / "no-engine", *files))
+    assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_batch_summaries_are_whole_or_absent(
+    shell: Shell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("--input", batch_lines(tmp_path / "in", [30]), "--output", tmp_path / "out")
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("old")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: _raise(full))
+        error = shell.fail(1, "batch", folder, *files, "--summary", tmp_path / "link")
+    assert "--summary: found " in error and "No space left" in error
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name != "cache")
+    assert names == ["in", "link", "old", "out"] and (tmp_path / "old").read_text() == "old"
+    (tmp_path / "out").unlink()
+    assert shell("batch", folder, *files, "--summary", tmp_path / "link")[0] == 0
+    assert json.loads((tmp_path / "old").read_text())["requests"]["total"] == 1
+    (tmp_path / "out").unlink()
+    null = ("--summary", "/dev/null", "--trace", "/dev/null")
+    assert shell("batch", folder, *files, *null)[0] == 0
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -103,10 +103,21 @@ def test_prompt_forms() -> None:
     assert ids == [1, 2], "the caller's list may change later"
 
 
-@pytest.mark.parametrize("prompt", ["ab", {"prompt": "ab"}, {}, {"a": 1}, 5, None, b"x", {1, 2}])
+@pytest.mark.parametrize(
+    "prompt", ["ab", {"prompt": "ab"}, {}, {"a": 1}, {1: 1, "a": 1}, 5, None, b"x", {1, 2}]
+)
 def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(UsageError, match="prompt"):
         read_prompt(prompt, None)
+
+
+@pytest.mark.parametrize("power", [5000, None])
+def test_ids_that_cannot_be_shown_are_refused(power: int | None) -> None:
+    token: Any = 10**power if power else []
+    for _ in range(0 if power else 100_000):
+        token = [token]
+    with pytest.raises(UsageError, match="prompt token id: found a huge (int|list)"):
+        open_request(9, [3, token], SamplingParams(), SPEC, 77)
 
 
 def test_prompts_are_paired_with_sampling() -> None:

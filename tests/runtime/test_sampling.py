@@ -65,8 +65,8 @@ BAD: dict[str, list[Any]] = {
     ],
     "max_tokens": [0, -1, 1.5, True, 2**31],
     "min_tokens": [-1, 1.5, None, 17],
-    "stop": [1, [1], [""], "", ["x", None], b"x"],
-    "stop_token_ids": [1, "12", [-1], [1.5], [True], [None]],
+    "stop": [1, [1], [""], "", ["x", None], b"x", {"END": 1}],
+    "stop_token_ids": [1, "12", [-1], [1.5], [True], [None], {5: 1}],
     "ignore_eos": [1, None, "yes"],
     "include_stop_str_in_output": [0, None],
     "logprobs": [-1, 1.5, True, "3"],
@@ -94,6 +94,18 @@ def test_bad_values(name: str, value: Any) -> None:
     assert caught.value.field == name
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*sorted(BAD), "best_of", "wrong"])
+def test_values_that_cannot_be_shown_are_refused(name: str) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    huge: tuple[Any, ...] = (10**5000, -(10**5000), deep, [10**5000], {"9" * 5000: 1})
+    for value in huge:
+        with pytest.raises(UsageError, match=name) as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -20,6 +20,7 @@ from support.fake_spec import build_manifest, build_spec, tiny_tokenizer
 
 from inkling_engine.artifacts.errors import UsageError
 from inkling_engine.runtime.batch import BatchRunner, stopped_by_signals
+from inkling_engine.runtime.batch_progress import Meter
 from inkling_engine.runtime.drafts import DraftStats
 from inkling_engine.runtime.engine import Engine
 from inkling_engine.runtime.requests import (
@@ -115,6 +116,19 @@ class StubChat:
         """A message of the ids' letters."""
         text = "".join(chr(97 + token % 26) for token in token_ids)
         return {"role": "assistant", "content": text, "reasoning_content": None}
+
+
+class Stops:
+    """A watch that stops a runner once as many lines are written."""
+
+    def __init__(self, runner: BatchRunner, written: int) -> None:
+        """Stop `runner` then."""
+        self.runner, self.written = runner, written
+
+    def __call__(self, meter: Meter) -> None:
+        """Look."""
+        if meter.written >= self.written:
+            self.runner.stop()
 
 
 def stub(tokenizer: Tokenizer | None = None, seconds: float = 0.0) -> tuple[Engine, StubEngine]:
