@@ -205,11 +205,17 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except click.ClickException as error:
-        _fail(error.format_message(), 2)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        expected, remedy = "what --help lists", "see inkling-engine --help"
+        _fail(str(UsageError("command line", message, expected, remedy)), 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except BrokenPipeError:  # nobody reads on
         sys.exit(1)
+    except OSError as error:
+        where, what = error.filename or "stdout", error.strerror or str(error)
+        expected, remedy = "a usable file or stream", "check the path, permissions and free space"
+        _fail(str(FailedError(str(where), what, expected, remedy)), 1)
     finally:
         _let_go(sys.stdout)
         _let_go(sys.stderr)

@@ -244,9 +244,11 @@ def test_usage_errors(shell: Shell, folder: Path, options: list[str], words: str
 
 
 def test_other_usage_errors(shell: Shell, folder: Path, tmp_path: Path) -> None:
-    assert "command" in shell.fail(2)
-    assert "'serve'" in shell.fail(2, "serve")
-    assert "DIR" in shell.fail(2, "inspect")
+    for arguments, found in ((), "command"), (("serve",), "'serve'"), (("inspect",), "DIR"):
+        error = shell.fail(2, *arguments)
+        assert (
+            found in error and "command line: found" in error and "inkling-engine --help" in error
+        )
     for verb in ("inspect", "verify"):
         assert "compile-engine" in shell.fail(2, verb, tmp_path / "none")
 

@@ -61,6 +61,15 @@ def test_a_summary_that_cannot_be_printed_is_one_line(folder: Path, tmp_path: Pa
     assert last.startswith("error: stdout: found ") and "No space left" in last
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_result_that_cannot_be_printed_is_one_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "inkling_engine.runtime.cli", "inspect", str(folder)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: stdout: found No space")
+
+
 def test_a_job_goes_on_when_nobody_reads_its_progress(folder: Path, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
