@@ -37,7 +37,7 @@ def stage(final: Path) -> Path:
     """Return the staging folder of the target `final`, on the same file system.
 
     The name depends on nothing but the target's, so a later build finds what a dead one left and
-    may use or `discard` it. Whoever builds holds a lock of its own meanwhile.
+    may use or `discard` it. Whoever builds or adds holds a lock of its own meanwhile.
     """
     staging = final.parent / f"{STAGING_PREFIX}{final.name}"
     staging.mkdir(parents=True, exist_ok=True)

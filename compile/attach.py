@@ -16,6 +16,7 @@ from inkling_engine.artifacts.layout import weights_file
 from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
 from inkling_engine.compile.checkpoint import check, open_checkpoint, require_shape
 from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.lock import locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import fingerprint
 
@@ -23,14 +24,28 @@ from inkling_engine.compile.plan import fingerprint
 def attach(folder: Path, checkpoint_folder: Path) -> Manifest:
     """Convert the checkpoint's weights for every rank and add them to the engine `folder`.
 
-    Raises UsageError when the engine has weights or the checkpoint is of another shape.
+    Raises UsageError when the engine has weights, the checkpoint is of another shape, or another
+    process builds the engine or attaches to it.
     """
+    folder = folder.resolve()  # two names of it have one lock, and staging its file system
+    _bare(folder)
+    with locked(folder, "engine folder", "attach to a copy of it"):
+        return _add(folder, _bare(folder), checkpoint_folder)
+
+
+def _bare(folder: Path) -> Manifest:
+    """The manifest of the engine `folder`, which must be without weights."""
     manifest = store.open_manifest(folder)
-    spec = manifest.spec
     if manifest.weights:
         raise UsageError(
             "engine folder", f"{folder} with weights", "a programs-only engine", "nothing to do"
         )
+    return manifest
+
+
+def _add(folder: Path, manifest: Manifest, checkpoint_folder: Path) -> Manifest:
+    """Convert and add; whoever calls holds the folder's name."""
+    spec = manifest.spec
     checkpoint = open_checkpoint(checkpoint_folder)
     require_shape(checkpoint, spec.shape, spec.model)
     staging = store.stage(folder)

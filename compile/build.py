@@ -11,14 +11,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import filelock
 import msgspec
 
 from inkling_engine.artifacts import store
@@ -36,6 +34,7 @@ from inkling_engine.artifacts.layout import (
 from inkling_engine.artifacts.manifest import SCHEMA_VERSION, Manifest, ProgramEntry, WeightsEntry
 from inkling_engine.compile import items
 from inkling_engine.compile.backends import cross
+from inkling_engine.compile.lock import WORK_PREFIX, locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import Plan, fingerprint
 from inkling_engine.compile.pools import pool_entries
@@ -60,7 +59,7 @@ class Build:
     @property
     def work(self) -> Path:
         """Notes of finished items and scratch files, beside the target."""
-        return self.final.parent / f".build-{self.final.name}"
+        return self.final.parent / f"{WORK_PREFIX}{self.final.name}"
 
     @property
     def staging(self) -> Path:
@@ -85,7 +84,7 @@ def build(plan: Plan, notify: Notify) -> Path:
     state = Build(plan, notify, plan.folder(digest).absolute(), engine_id(plan.spec, digest))
     if state.final.exists() and (not state.final.is_dir() or any(state.final.iterdir())):
         return _existing(state)
-    with _locked(state):
+    with locked(state.final, "--out", "choose another --out"):
         _prepare(state, digest)
         entries = _run_items(state)
         _seal(state, identity, entries)
@@ -94,25 +93,6 @@ def build(plan: Plan, notify: Notify) -> Path:
         state.sealed.rename(state.final)
         shutil.rmtree(state.work)
     return state.final
-
-
-@contextmanager
-def _locked(state: Build) -> Iterator[None]:
-    """Hold the target's name against other builds."""
-    lock, expected = filelock.FileLock(f"{state.work}.lock"), "a free name in a writable folder"
-    try:
-        state.final.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except (filelock.Timeout, OSError) as error:
-        busy = isinstance(error, filelock.Timeout)
-        why = "in use by another build" if busy else getattr(error, "strerror", error)
-        remedy = "wait for it, or choose another --out" if busy else "choose another --out"
-        raise UsageError("--out", f"{state.final}, {why}", expected, remedy) from None
-    try:
-        yield
-        Path(lock.lock_file).unlink(missing_ok=True)
-    finally:
-        lock.release()
 
 
 def _identity(plan: Plan) -> Identity:

@@ -7,7 +7,9 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +31,9 @@ from inkling_engine.artifacts.layout import (
     weights_file,
 )
 from inkling_engine.artifacts.manifest import Manifest
+from inkling_engine.compile import attach as attach_module
 from inkling_engine.compile.attach import attach
+from inkling_engine.compile.convert import write_weights
 
 Damage = Callable[[Path], object]
 
@@ -202,6 +206,43 @@ def test_an_interrupted_attach_leaves_the_old_engine(
         store.verify_files(folder, before)
     attach(folder, checkpoint)
     assert file_digest(folder / weights_file(0)) == file_digest(engine / weights_file(0))
+
+
+def test_one_attach_at_a_time(
+    engine: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one, begun while the first converts, is refused; the first is not disturbed."""
+    folder, refusals = tmp_path / "bare", list[str]()
+    programs_only(engine, folder)
+    (tmp_path / "link").symlink_to(folder)
+
+    def interrupted(*given: Any) -> str:
+        for name in (folder, tmp_path / "link"):
+            refusals.append(refused(inkling_engine("attach-weights", name, checkpoint), 2))
+        return write_weights(*given)
+
+    monkeypatch.setattr(attach_module, "write_weights", interrupted)
+    attach(folder, checkpoint)
+    assert len(refusals) == 2 and all("in use by another build" in line for line in refusals)
+    assert (folder / weights_file(0)).read_bytes() == (engine / weights_file(0)).read_bytes()
+
+
+def test_an_engine_that_was_given_weights_meanwhile_takes_no_others(
+    engine: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bare"
+    programs_only(engine, folder)
+    real = attach_module.locked
+
+    def late(*given: Any) -> AbstractContextManager[None]:
+        monkeypatch.setattr(attach_module, "locked", real)
+        attach(folder, checkpoint)
+        return real(*given)
+
+    monkeypatch.setattr(attach_module, "locked", late)
+    with pytest.raises(UsageError, match="with weights"):
+        attach(folder, checkpoint)
+    store.verify_files(folder, store.open_manifest(folder))
 
 
 def test_a_program_holds_its_code_and_no_weights(engine: Path) -> None:
