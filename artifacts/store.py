@@ -20,7 +20,7 @@ import msgspec
 
 from inkling_engine.artifacts.digest import digest, file_digest
 from inkling_engine.artifacts.errors import CorruptError, IncompatibleError, UsageError
-from inkling_engine.artifacts.layout import MANIFEST, PROGRAMS, REPORT, WEIGHTS
+from inkling_engine.artifacts.layout import MANIFEST, PROGRAMS, REPORT, TOKENIZER, WEIGHTS
 from inkling_engine.artifacts.manifest import SCHEMA_VERSION, FileEntry, Manifest
 
 STAGING_PREFIX: Final = ".staging-"
@@ -94,14 +94,11 @@ def verify_files(folder: Path, manifest: Manifest, unread: Collection[str] = ())
     """Check the manifest's own digest, then every file: present, listed, right size, right bytes.
 
     The bytes of `unread` files are left to `verify_file`, which other processes may call meanwhile.
-    Raises one CorruptError that names every fault. While the manifest lists no weights, whatever
-    lies in `weights/` is the rest of an interrupted `add_files`: nothing reads it, and it may stay.
+    Raises one CorruptError that names every fault. The rest of an interrupted `add_files` is none.
     """
     verify_manifest(folder, manifest)
     listed = {entry.path: entry for entry in manifest.files}
-    present = _paths(folder) - {MANIFEST}
-    if not manifest.weights:
-        present = {path for path in present if not path.startswith(f"{WEIGHTS}/")}
+    present = _paths(folder) - {MANIFEST} - _rest(folder, manifest)
     faults = [f"extra {path}" for path in sorted(present - listed.keys())]
     for entry in manifest.files:
         if fault := _fault(folder, entry, read=entry.path not in unread):
@@ -146,6 +143,8 @@ def add_files(folder: Path, staging: Path, manifest: Manifest) -> Manifest:
         raise UsageError(f"engine folder {folder}", found, "none of these files yet", remedy)
     complete = _completed(manifest, (*current.files, *new))
     _assert_expected({entry.path for entry in complete.files}, complete)
+    for path in _rest(folder, current) - {entry.path for entry in new}:
+        (folder / path).unlink()
     for entry in new:
         target = folder / entry.path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +178,14 @@ def _paths(folder: Path) -> set[str]:
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         found |= {(Path(parent) / name).relative_to(folder).as_posix() for name in files + links}
     return found - {_SCRATCH}
+
+
+def _rest(folder: Path, manifest: Manifest) -> set[str]:
+    """What an interrupted `add_files` left: unlisted files beside which no weights are listed."""
+    if manifest.weights:
+        return set()
+    unlisted = _paths(folder) - {entry.path for entry in manifest.files}
+    return {path for path in unlisted if path.startswith((f"{TOKENIZER}/", f"{WEIGHTS}/"))}
 
 
 def _entries(folder: Path) -> tuple[FileEntry, ...]:

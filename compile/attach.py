@@ -1,10 +1,11 @@
-"""Adds weights to a programs-only engine: `python -m inkling_engine.compile.attach DIR CHECKPOINT`.
+"""Adds weights and tokenizer to a programs-only engine: `python -m inkling_engine.compile.attach DIR CHECKPOINT`.
 
 The checkpoint must have the engine's shape. The folder is the old engine until the last moment.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,17 +13,18 @@ import msgspec
 
 from inkling_engine.artifacts import store
 from inkling_engine.artifacts.errors import UsageError, UserError
-from inkling_engine.artifacts.layout import weights_file
+from inkling_engine.artifacts.layout import TOKENIZER, weights_file
 from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
 from inkling_engine.compile.checkpoint import check, open_checkpoint, require_shape
 from inkling_engine.compile.convert import write_weights
 from inkling_engine.compile.lock import locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import fingerprint
+from inkling_engine.compile.tokenizer import check_tokenizer, copy_tokenizer
 
 
 def attach(folder: Path, checkpoint_folder: Path) -> Manifest:
-    """Convert the checkpoint's weights for every rank and add them to the engine `folder`.
+    """Convert the checkpoint's weights for every rank, add them and its text files to `folder`.
 
     Raises UsageError when the engine has weights, the checkpoint is of another shape, or another
     process builds the engine or attaches to it.
@@ -48,7 +50,10 @@ def _add(folder: Path, manifest: Manifest, checkpoint_folder: Path) -> Manifest:
     spec = manifest.spec
     checkpoint = open_checkpoint(checkpoint_folder)
     require_shape(checkpoint, spec.shape, spec.model)
+    check_tokenizer(checkpoint)
     staging = store.stage(folder)
+    shutil.rmtree(staging / TOKENIZER, ignore_errors=True)
+    copy_tokenizer(checkpoint, staging / TOKENIZER)
     entries = []
     for rank in range(spec.tp):
         recipe = recipes(spec.shape, spec.dtype, checkpoint.layout, spec.tp, rank)

@@ -38,6 +38,7 @@ from inkling_engine.compile.lock import WORK_PREFIX, locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import Plan, fingerprint
 from inkling_engine.compile.pools import pool_entries
+from inkling_engine.compile.tokenizer import check_tokenizer, copy_tokenizer, text_fingerprint
 from inkling_engine.kernels import native
 from inkling_engine.kernels.ops import OPS
 
@@ -77,8 +78,11 @@ def build(plan: Plan, notify: Notify) -> Path:
 
     An identical engine that is there already is kept. Without the GPU that it is for, the new one
     is not verified. Raises UsageError when the target is taken
-    or being built by another process, FailedError when a compiler, gate or verification fails.
+    or being built by another process, CorruptError for a tokenizer that is not the model's,
+    FailedError when a compiler, gate or verification fails.
     """
+    if plan.checkpoint:
+        check_tokenizer(plan.checkpoint)
     identity = _identity(plan)
     digest = engine_digest(identity)
     state = Build(plan, notify, plan.folder(digest).absolute(), engine_id(plan.spec, digest))
@@ -108,6 +112,7 @@ def _identity(plan: Plan) -> Identity:
             "kernels": native.source_digest(plan.spec.arch),
             "compile": items.source_digest(),
             "weights": fingerprint(plan.checkpoint),
+            "texts": text_fingerprint(plan.checkpoint),
             "ranks": str(plan.ranks),
         },
     )
@@ -203,7 +208,7 @@ def _estimate(state: Build, running: dict[Future[bytes], str]) -> None:
 
 def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
     plan, spec = state.plan, state.plan.spec
-    items.copy_tokenizer(plan, state.staging / TOKENIZER)
+    copy_tokenizer(plan.checkpoint, state.staging / TOKENIZER)
     report = {"seconds": state.seconds, "items": list(plan.items)}
     (state.staging / REPORT).mkdir(exist_ok=True)
     (state.staging / REPORT / "build.json").write_bytes(msgspec.json.encode(report))

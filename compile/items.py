@@ -34,16 +34,10 @@ from inkling_engine.compile.convert import write_weights
 from inkling_engine.compile.golden import record
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import Plan
+from inkling_engine.compile.tokenizer import TOKENIZER_FILE
 from inkling_engine.compile.worker import Request
 from inkling_engine.kernels import native
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _workers: set[subprocess.Popen[str]] = set()
 _stopping = threading.Event()
 
@@ -130,7 +124,7 @@ def golden(plan: Plan, staging: Path, work: Path) -> bytes:
         target.write_bytes(record(plan.spec, None, None))
         return b""
     spec = msgspec.structs.replace(plan.spec, tp=1)
-    tokenizer = plan.checkpoint.folder / TOKENIZER_FILES[0]
+    tokenizer = plan.checkpoint.folder / TOKENIZER_FILE
     with tempfile.TemporaryDirectory(prefix="run-golden-", dir=work) as scratch:
         file = staging / weights_file(0)
         if plan.spec.tp != 1:
@@ -139,15 +133,6 @@ def golden(plan: Plan, staging: Path, work: Path) -> bytes:
             write_weights(plan.checkpoint, recipes(spec.shape, spec.dtype, layout), file)
         target.write_bytes(record(spec, file, tokenizer))
     return b""
-
-
-def copy_tokenizer(plan: Plan, target: Path) -> None:
-    """Copy the checkpoint's text files that a run needs; the folder may stay empty."""
-    target.mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES if plan.checkpoint else ():
-        path = plan.checkpoint.folder / name  # type: ignore[union-attr]
-        if path.exists():
-            shutil.copyfile(path, target / name)
 
 
 def allow_workers() -> None:

@@ -26,6 +26,7 @@ from inkling_engine.artifacts.layout import (
     GOLDEN_FILE,
     MANIFEST,
     PROGRAMS,
+    TOKENIZER,
     WEIGHTS,
     kernel_library_file,
     weights_file,
@@ -134,10 +135,11 @@ def test_swapped_programs_are_found_even_if_their_digests_agree(copy: Path) -> N
 
 
 def programs_only(engine: Path, folder: Path) -> Manifest:
-    """Seal a copy of `engine` without its weights."""
+    """Seal a copy of `engine` without what it has of a checkpoint."""
     staging = store.stage(folder)
     shutil.copytree(engine, staging, dirs_exist_ok=True)
-    shutil.rmtree(staging / WEIGHTS)
+    for part in (WEIGHTS, TOKENIZER):
+        shutil.rmtree(staging / part)
     (staging / MANIFEST).unlink()
     manifest = store.open_manifest(engine)
     bare = msgspec.structs.replace(manifest, weights=(), source="no weights", files=())
@@ -156,6 +158,26 @@ def test_attached_weights_are_those_of_a_direct_build(
     assert (attached.files, attached.recipe) == (direct.files, direct.recipe)
     assert (attached.weights, attached.source) == (direct.weights, direct.source)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_the_tokenizer_is_attached_with_the_weights(
+    engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of the last checkpoint alone: an attach of another one may have been interrupted."""
+    folder, model = tmp_path / "bare", shutil.copytree(checkpoint, tmp_path / "model")
+    programs_only(engine, folder)
+    texts = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ text }}"}
+    for name, text in texts.items():
+        (model / name).write_text(text)
+    stale = [folder / TOKENIZER, store.stage(folder) / TOKENIZER]
+    for tokenizer in stale:
+        tokenizer.mkdir(exist_ok=True)
+        (tokenizer / "special_tokens_map.json").write_text("another's")
+    attached = attach(folder, model)
+    store.verify_files(folder, attached)
+    found = {path.name: path.read_text() for path in (folder / TOKENIZER).iterdir()}
+    assert found == texts
+    assert {entry.path for entry in attached.files} >= {f"{TOKENIZER}/{name}" for name in texts}
 
 
 def test_attached_weights_may_come_in_another_layout(
