@@ -105,12 +105,12 @@ def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> byte
 
 
 def weights(plan: Plan, staging: Path, rank: int) -> bytes:
-    """Convert one rank's weights; returns the file's digest."""
+    """Convert one rank's weights; returns the file's digest. `stop_workers` ends it too."""
     assert plan.checkpoint is not None, "a programs-only plan has no weight items"
     spec, target = plan.spec, staging / weights_file(rank)
     target.parent.mkdir(exist_ok=True)
     recipe = recipes(spec.shape, spec.dtype, plan.checkpoint.layout, spec.tp, rank)
-    return write_weights(plan.checkpoint, recipe, target).encode()
+    return write_weights(plan.checkpoint, recipe, target, on_bytes=_stop_here).encode()
 
 
 def golden(plan: Plan, staging: Path, work: Path) -> bytes:
@@ -141,10 +141,17 @@ def allow_workers() -> None:
 
 
 def stop_workers() -> None:
-    """End the worker processes that still run, and those that are just being started."""
+    """End the worker processes that still run, and those that are just being started; conversions
+    end at their next piece."""
     _stopping.set()
     for worker in list(_workers):
         worker.kill()
+
+
+def _stop_here(_: int) -> None:
+    """End a conversion of a build that is stopping: nothing else can reach its thread."""
+    if _stopping.is_set():
+        raise FailedError("weights", "a build that ends", "its end", "build again")
 
 
 @contextmanager

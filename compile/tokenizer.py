@@ -68,7 +68,7 @@ def check_tokenizer(checkpoint: Checkpoint) -> None:
     remedy = "copy the model's own tokenizer there, or remove the file to build without one"
     try:
         texts = golden_texts(path)
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # noqa: BLE001 - the library raises the bare class
         raise CorruptError(str(path), " ".join(str(error).split()), expected, remedy) from None
     for text, ids in zip(TEXTS, texts, strict=True):
         if not ids or max(ids) >= vocabulary:

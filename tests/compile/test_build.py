@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +20,7 @@ from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
 from inkling_engine.artifacts.layout import REPORT, weights_file
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.compile import build as build_module
-from inkling_engine.compile import items
+from inkling_engine.compile import convert, items
 from inkling_engine.compile.build import build
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import Plan, make_plan
@@ -184,6 +187,36 @@ def test_a_failing_item_leaves_the_others_for_the_next_run(
     assert build(plan_of(checkpoint, out), silent) == out
     assert "kernels" in first and len(made) == len(set(made)) == 3
     assert essence(store.open_manifest(out)) == essence(store.open_manifest(builds.whole))
+
+
+def test_a_failing_item_ends_a_conversion_that_runs(
+    builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does Ctrl-C: the conversion of a large model would go on for minutes."""
+    fake_items(monkeypatch, builds.whole)
+    begun, stopped = threading.Event(), threading.Event()
+    pieces, stop = convert._pieces, items.stop_workers
+
+    def slow(*given: Any) -> Iterator[bytes | memoryview]:
+        for piece in pieces(*given):
+            yield piece
+            begun.set()
+            assert stopped.wait(60)
+
+    def failing(*_: object) -> bytes:
+        assert begun.wait(60)
+        raise FailedError("disk", "full", "free", "free some")
+
+    def stop_workers() -> None:
+        stop()
+        stopped.set()
+
+    monkeypatch.setattr(convert, "_pieces", slow)
+    monkeypatch.setattr(items, "program", failing)
+    monkeypatch.setattr(items, "stop_workers", stop_workers)
+    with pytest.raises(FailedError, match="disk"):
+        build(plan_of(checkpoint, tmp_path / "engine", jobs=3), silent)
+    assert list((tmp_path / ".staging-engine" / "weights").iterdir()) == []
 
 
 def test_an_engine_that_does_not_verify_never_appears(
