@@ -7,6 +7,7 @@ up again. The engine appears under its name only when it is whole and has verifi
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,13 @@ import msgspec
 from inkling_engine.artifacts import store
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, engine_digest
-from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
+from inkling_engine.artifacts.errors import (
+    DoesNotFitError,
+    FailedError,
+    IncompatibleError,
+    UsageError,
+    UserError,
+)
 from inkling_engine.artifacts.layout import (
     REPORT,
     TOKENIZER,
@@ -41,6 +48,10 @@ from inkling_engine.compile.pools import pool_entries
 from inkling_engine.compile.tokenizer import check_tokenizer, copy_tokenizer, text_fingerprint
 from inkling_engine.kernels import native
 from inkling_engine.kernels.ops import OPS
+
+OUTSIDE = {kind.exit_code: kind for kind in (UsageError, IncompatibleError, DoesNotFitError)}
+"""How `verify` ends where the machine is at fault, not the engine."""
+USER_ERROR = re.compile(r"error: (.+?): found (.+); expected (.+?); (.+)")
 
 Notify = Callable[[str, str, float], None]
 """Called with (item, state, value): "started", "reused", "done" with seconds, "left" with an
@@ -237,7 +248,7 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
 
 
 def _verify(state: Build) -> None:
-    """Prove the sealed engine as a user would run it; nothing of a failing one is kept.
+    """Prove the sealed engine as a user would run it; nothing of one that fails is kept.
 
     One without the weights of all ranks, or with more ranks than there are GPUs, is shown on drawn
     ones; with too few GPUs, one rank of it.
@@ -251,7 +262,23 @@ def _verify(state: Build) -> None:
         command += ["--alone"] * cross.too_few(spec.device, spec.tp)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        shutil.rmtree(state.work)
-        found = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise FailedError("verify", found, "an engine that verifies", "report this")
+        raise _unproved(state, done)
     state.notify("verify", "done", time.monotonic() - started)
+
+
+def _unproved(state: Build, done: subprocess.CompletedProcess[str]) -> UserError:
+    """Why `verify` failed. If that says nothing about the engine, the next build goes on with it."""
+    expected, again = "an engine that verifies", "build again: it goes on with verify"
+    last = "".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
+    if done.returncode < 0:
+        found, remedy = (
+            f"killed by signal {-done.returncode}",
+            f"{again}, unless {state.work} is gone",
+        )
+        return FailedError("verify", found, expected, remedy)
+    kind, line = OUTSIDE.get(done.returncode), USER_ERROR.fullmatch(last)
+    if kind and line:
+        return kind(f"verify: {line[1]}", line[2], line[3], f"{line[4]}; then {again}")
+    shutil.rmtree(state.work)
+    found = last.removeprefix("error: ") or f"exit code {done.returncode}"
+    return FailedError("verify", found, expected, "report this")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -240,6 +241,60 @@ def test_an_engine_that_does_not_verify_never_appears(
     monkeypatch.setattr(build_module, "_verify", lambda build: None)
     assert build(plan_of(checkpoint, out), silent) == out
     assert len(made) == 3, "nothing of a failed engine is used again"
+
+
+NO_MEMORY = "noise\nerror: memory: found 1 GiB; expected 2 GiB; free some\n"
+AGAIN = "build again: it goes on with verify"
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "message", "kept"),
+    [
+        (
+            -9,
+            "",
+            f"verify: found killed by signal 9; expected an engine that verifies; {AGAIN}",
+            True,
+        ),
+        (
+            5,
+            NO_MEMORY,
+            f"verify: memory: found 1 GiB; expected 2 GiB; free some; then {AGAIN}",
+            True,
+        ),
+        (
+            4,
+            "error: x: found y; expected z; w",
+            "verify: found x: found y; expected z; w; exp",
+            False,
+        ),
+        (1, "", "verify: found exit code 1; expected an engine that verifies; report this", False),
+    ],
+)
+def test_an_engine_is_kept_where_the_machine_failed_it(
+    builds: Builds,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    printed: str,
+    message: str,
+    kept: bool,
+) -> None:
+    made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
+    codes = [code, 0]
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, codes.pop(0), "", printed)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(UserError) as caught:
+        build(plan_of(checkpoint, out), silent)
+    assert str(caught.value).startswith(message) and caught.value.exit_code == (
+        5 if code == 5 else 1
+    )
+    assert build(plan_of(checkpoint, out), silent) == out
+    assert len(made) == (3 if kept else 6)
 
 
 def test_work_for_another_engine_is_not_reused(
