@@ -69,6 +69,11 @@ class Build:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def taken(self) -> bool:
+        """Whether anything but an empty folder has the target's name."""
+        return self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir()))
+
+    @property
     def work(self) -> Path:
         """Notes of finished items and scratch files, beside the target."""
         return self.final.parent / f"{WORK_PREFIX}{self.final.name}"
@@ -97,9 +102,13 @@ def build(plan: Plan, notify: Notify) -> Path:
     identity = _identity(plan)
     digest = engine_digest(identity)
     state = Build(plan, notify, plan.folder(digest).absolute(), engine_id(plan.spec, digest))
-    if state.final.exists() and (not state.final.is_dir() or any(state.final.iterdir())):
+    if state.taken and not state.work.exists():
         return _existing(state)
     with locked(state.final, "--out", "choose another --out"):
+        if state.taken:  # a build made it meanwhile, or one died before its last step
+            found = _existing(state)
+            shutil.rmtree(state.work, ignore_errors=True)
+            return found
         _prepare(state, digest)
         entries = _run_items(state)
         _seal(state, identity, entries)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.compile import build as build_module
 from inkling_engine.compile import convert, items
 from inkling_engine.compile.build import build
+from inkling_engine.compile.lock import locked
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import Plan, make_plan
 
@@ -295,6 +297,45 @@ def test_an_engine_is_kept_where_the_machine_failed_it(
     )
     assert build(plan_of(checkpoint, out), silent) == out
     assert len(made) == (3 if kept else 6)
+
+
+def test_what_another_build_made_meanwhile_is_kept(
+    builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked for the engine before the other one had finished, and got the lock after it."""
+    made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
+    monkeypatch.setattr(build_module, "_verify", lambda build: None)
+
+    def late(*given: Any) -> AbstractContextManager[None]:
+        monkeypatch.setattr(build_module, "locked", locked)
+        build(plan_of(checkpoint, out), silent)
+        return locked(*given)
+
+    seen = []
+    monkeypatch.setattr(build_module, "locked", late)
+    assert build(plan_of(checkpoint, out), lambda *line: seen.append(line)) == out
+    assert seen == [("engine", "reused", 0.0)] and len(made) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_build_that_died_in_its_last_step_leaves_nothing_after_the_next(
+    builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
+    monkeypatch.setattr(build_module, "_verify", lambda build: None)
+
+    def killed(folder: Path, **given: Any) -> None:
+        if out.exists():
+            raise KeyboardInterrupt
+        rmtree(folder, **given)
+
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        build(plan_of(checkpoint, out), silent)
+    assert {path.name for path in tmp_path.iterdir()} > {"engine", ".build-engine"}
+    assert build(plan_of(checkpoint, out), silent) == out and len(made) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 
 def test_work_for_another_engine_is_not_reused(

@@ -35,6 +35,7 @@ from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.compile import attach as attach_module
 from inkling_engine.compile.attach import attach
 from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.lock import locked
 
 Damage = Callable[[Path], object]
 
@@ -254,12 +255,11 @@ def test_an_engine_that_was_given_weights_meanwhile_takes_no_others(
 ) -> None:
     folder = tmp_path / "bare"
     programs_only(engine, folder)
-    real = attach_module.locked
 
     def late(*given: Any) -> AbstractContextManager[None]:
-        monkeypatch.setattr(attach_module, "locked", real)
+        monkeypatch.setattr(attach_module, "locked", locked)
         attach(folder, checkpoint)
-        return real(*given)
+        return locked(*given)
 
     monkeypatch.setattr(attach_module, "locked", late)
     with pytest.raises(UsageError, match="with weights"):
