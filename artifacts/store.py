@@ -167,7 +167,7 @@ def _decode(data: bytes, path: Path) -> Manifest:
         if version < SCHEMA_VERSION:
             raise CorruptError(f"{path} schema_version", version, known, _REBUILD)
         return msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(str(path), str(error), f"a manifest of {known}", _REBUILD) from None
 
 

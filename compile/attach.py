@@ -17,6 +17,7 @@ from inkling_engine.artifacts.layout import TOKENIZER, weights_file
 from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
 from inkling_engine.compile.checkpoint import check, open_checkpoint, require_shape
 from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.folder import unusable
 from inkling_engine.compile.lock import locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import fingerprint
@@ -78,6 +79,9 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {unusable(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

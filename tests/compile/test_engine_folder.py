@@ -207,6 +207,9 @@ def test_attaching_is_refused_where_it_makes_no_sense(
     flip(shutil.copytree(checkpoint, tmp_path / "damaged") / "model.safetensors", 0.0)
     with pytest.raises(CorruptError):
         attach(folder, tmp_path / "damaged")
+    (tmp_path / "other" / "dangling.safetensors").symlink_to("nowhere")
+    line = refused(inkling_engine("attach-weights", folder, tmp_path / "other"), 1)
+    assert "dangling.safetensors: found No such file" in line
     assert store.open_manifest(folder) == before
     store.verify_files(folder, before)
 
