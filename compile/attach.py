@@ -15,7 +15,7 @@ from inkling_engine.artifacts import store
 from inkling_engine.artifacts.errors import UsageError, UserError
 from inkling_engine.artifacts.layout import TOKENIZER, weights_file
 from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
-from inkling_engine.compile.checkpoint import check, open_checkpoint, require_shape
+from inkling_engine.compile.checkpoint import Checkpoint, check, open_checkpoint, require_shape
 from inkling_engine.compile.convert import write_weights
 from inkling_engine.compile.folder import unusable
 from inkling_engine.compile.lock import locked
@@ -31,27 +31,27 @@ def attach(folder: Path, checkpoint_folder: Path) -> Manifest:
     process builds the engine or attaches to it.
     """
     folder = folder.resolve()  # two names of it have one lock, and staging its file system
-    _bare(folder)
+    checkpoint = open_checkpoint(checkpoint_folder)
+    check_tokenizer(checkpoint)
+    _bare(folder, checkpoint)  # a mistake leaves nothing behind
     with locked(folder, "engine folder", "attach to a copy of it"):
-        return _add(folder, _bare(folder), checkpoint_folder)
+        return _add(folder, _bare(folder, checkpoint), checkpoint)
 
 
-def _bare(folder: Path) -> Manifest:
-    """The manifest of the engine `folder`, which must be without weights."""
+def _bare(folder: Path, checkpoint: Checkpoint) -> Manifest:
+    """The manifest of the engine `folder`, which must lack weights and be of the checkpoint's shape."""
     manifest = store.open_manifest(folder)
     if manifest.weights:
         raise UsageError(
             "engine folder", f"{folder} with weights", "a programs-only engine", "nothing to do"
         )
+    require_shape(checkpoint, manifest.spec.shape, manifest.spec.model)
     return manifest
 
 
-def _add(folder: Path, manifest: Manifest, checkpoint_folder: Path) -> Manifest:
+def _add(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
     """Convert and add; whoever calls holds the folder's name."""
     spec = manifest.spec
-    checkpoint = open_checkpoint(checkpoint_folder)
-    require_shape(checkpoint, spec.shape, spec.model)
-    check_tokenizer(checkpoint)
     staging = store.stage(folder)
     shutil.rmtree(staging / TOKENIZER, ignore_errors=True)
     copy_tokenizer(checkpoint, staging / TOKENIZER)

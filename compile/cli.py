@@ -117,7 +117,7 @@ def _options(config: str | None, given: dict[str, Any]) -> BuildOptions:
             expected = "a preset or a checkpoint folder"
             raise UsageError("--model", "nothing", expected, "for example --model inkling-tiny")
         return msgspec.convert(fields, BuildOptions)
-    except (msgspec.MsgspecError, OSError) as error:
+    except (msgspec.MsgspecError, RecursionError, OSError) as error:
         expected = "a JSON object with the long options' names as fields"
         raise UsageError("--config", f"{config}: {error}", expected, "correct the file") from None
 

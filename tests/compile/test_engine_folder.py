@@ -210,6 +210,7 @@ def test_attaching_is_refused_where_it_makes_no_sense(
     (tmp_path / "other" / "dangling.safetensors").symlink_to("nowhere")
     line = refused(inkling_engine("attach-weights", folder, tmp_path / "other"), 1)
     assert "dangling.safetensors: found No such file" in line
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "other", "damaged"}
     assert store.open_manifest(folder) == before
     store.verify_files(folder, before)
 
