@@ -20,7 +20,7 @@ import msgspec
 
 from inkling_engine.artifacts.digest import digest, file_digest
 from inkling_engine.artifacts.errors import CorruptError, IncompatibleError, UsageError
-from inkling_engine.artifacts.layout import MANIFEST, PROGRAMS, REPORT, WEIGHTS
+from inkling_engine.artifacts.layout import MANIFEST, PROGRAMS, REPORT, TOKENIZER, WEIGHTS
 from inkling_engine.artifacts.manifest import SCHEMA_VERSION, FileEntry, Manifest
 
 STAGING_PREFIX: Final = ".staging-"
@@ -37,7 +37,7 @@ def stage(final: Path) -> Path:
     """Return the staging folder of the target `final`, on the same file system.
 
     The name depends on nothing but the target's, so a later build finds what a dead one left and
-    may use or `discard` it. Whoever builds holds a lock of its own meanwhile.
+    may use or `discard` it. Whoever builds or adds holds a lock of its own meanwhile.
     """
     staging = final.parent / f"{STAGING_PREFIX}{final.name}"
     staging.mkdir(parents=True, exist_ok=True)
@@ -94,14 +94,11 @@ def verify_files(folder: Path, manifest: Manifest, unread: Collection[str] = ())
     """Check the manifest's own digest, then every file: present, listed, right size, right bytes.
 
     The bytes of `unread` files are left to `verify_file`, which other processes may call meanwhile.
-    Raises one CorruptError that names every fault. While the manifest lists no weights, whatever
-    lies in `weights/` is the rest of an interrupted `add_files`: nothing reads it, and it may stay.
+    Raises one CorruptError that names every fault. The rest of an interrupted `add_files` is none.
     """
     verify_manifest(folder, manifest)
     listed = {entry.path: entry for entry in manifest.files}
-    present = _paths(folder) - {MANIFEST}
-    if not manifest.weights:
-        present = {path for path in present if not path.startswith(f"{WEIGHTS}/")}
+    present = _paths(folder) - {MANIFEST} - _rest(folder, manifest)
     faults = [f"extra {path}" for path in sorted(present - listed.keys())]
     for entry in manifest.files:
         if fault := _fault(folder, entry, read=entry.path not in unread):
@@ -146,6 +143,8 @@ def add_files(folder: Path, staging: Path, manifest: Manifest) -> Manifest:
         raise UsageError(f"engine folder {folder}", found, "none of these files yet", remedy)
     complete = _completed(manifest, (*current.files, *new))
     _assert_expected({entry.path for entry in complete.files}, complete)
+    for path in _rest(folder, current) - {entry.path for entry in new}:
+        (folder / path).unlink()
     for entry in new:
         target = folder / entry.path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +167,7 @@ def _decode(data: bytes, path: Path) -> Manifest:
         if version < SCHEMA_VERSION:
             raise CorruptError(f"{path} schema_version", version, known, _REBUILD)
         return msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(str(path), str(error), f"a manifest of {known}", _REBUILD) from None
 
 
@@ -179,6 +178,14 @@ def _paths(folder: Path) -> set[str]:
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         found |= {(Path(parent) / name).relative_to(folder).as_posix() for name in files + links}
     return found - {_SCRATCH}
+
+
+def _rest(folder: Path, manifest: Manifest) -> set[str]:
+    """What an interrupted `add_files` left: unlisted files beside which no weights are listed."""
+    if manifest.weights:
+        return set()
+    unlisted = _paths(folder) - {entry.path for entry in manifest.files}
+    return {path for path in unlisted if path.startswith((f"{TOKENIZER}/", f"{WEIGHTS}/"))}
 
 
 def _entries(folder: Path) -> tuple[FileEntry, ...]:

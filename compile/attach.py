@@ -1,10 +1,11 @@
-"""Adds weights to a programs-only engine: `python -m inkling_engine.compile.attach DIR CHECKPOINT`.
+"""Adds weights and tokenizer to a programs-only engine: `python -m inkling_engine.compile.attach DIR CHECKPOINT`.
 
 The checkpoint must have the engine's shape. The folder is the old engine until the last moment.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,28 +13,48 @@ import msgspec
 
 from inkling_engine.artifacts import store
 from inkling_engine.artifacts.errors import UsageError, UserError
-from inkling_engine.artifacts.layout import weights_file
+from inkling_engine.artifacts.layout import TOKENIZER, weights_file
 from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
-from inkling_engine.compile.checkpoint import check, open_checkpoint, require_shape
+from inkling_engine.compile.checkpoint import Checkpoint, check, open_checkpoint, require_shape
 from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.folder import unusable
+from inkling_engine.compile.lock import locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import fingerprint
+from inkling_engine.compile.tokenizer import check_tokenizer, copy_tokenizer
 
 
 def attach(folder: Path, checkpoint_folder: Path) -> Manifest:
-    """Convert the checkpoint's weights for every rank and add them to the engine `folder`.
+    """Convert the checkpoint's weights for every rank, add them and its text files to `folder`.
 
-    Raises UsageError when the engine has weights or the checkpoint is of another shape.
+    Raises UsageError when the engine has weights, the checkpoint is of another shape, or another
+    process builds the engine or attaches to it.
     """
+    folder = folder.resolve()  # two names of it have one lock, and staging its file system
+    checkpoint = open_checkpoint(checkpoint_folder)
+    check_tokenizer(checkpoint)
+    _bare(folder, checkpoint)  # a mistake leaves nothing behind
+    with locked(folder, "engine folder", "attach to a copy of it"):
+        return _add(folder, _bare(folder, checkpoint), checkpoint)
+
+
+def _bare(folder: Path, checkpoint: Checkpoint) -> Manifest:
+    """The manifest of the engine `folder`, which must lack weights and be of the checkpoint's shape."""
     manifest = store.open_manifest(folder)
-    spec = manifest.spec
     if manifest.weights:
         raise UsageError(
             "engine folder", f"{folder} with weights", "a programs-only engine", "nothing to do"
         )
-    checkpoint = open_checkpoint(checkpoint_folder)
-    require_shape(checkpoint, spec.shape, spec.model)
+    require_shape(checkpoint, manifest.spec.shape, manifest.spec.model)
+    return manifest
+
+
+def _add(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
+    """Convert and add; whoever calls holds the folder's name."""
+    spec = manifest.spec
     staging = store.stage(folder)
+    shutil.rmtree(staging / TOKENIZER, ignore_errors=True)
+    copy_tokenizer(checkpoint, staging / TOKENIZER)
     entries = []
     for rank in range(spec.tp):
         recipe = recipes(spec.shape, spec.dtype, checkpoint.layout, spec.tp, rank)
@@ -58,6 +79,9 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {unusable(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

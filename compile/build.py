@@ -7,24 +7,29 @@ up again. The engine appears under its name only when it is whole and has verifi
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import filelock
 import msgspec
 
 from inkling_engine.artifacts import store
 from inkling_engine.artifacts.child import module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, engine_digest
-from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
+from inkling_engine.artifacts.errors import (
+    DoesNotFitError,
+    FailedError,
+    IncompatibleError,
+    UsageError,
+    UserError,
+)
 from inkling_engine.artifacts.layout import (
     REPORT,
     TOKENIZER,
@@ -36,11 +41,17 @@ from inkling_engine.artifacts.layout import (
 from inkling_engine.artifacts.manifest import SCHEMA_VERSION, Manifest, ProgramEntry, WeightsEntry
 from inkling_engine.compile import items
 from inkling_engine.compile.backends import cross
+from inkling_engine.compile.lock import WORK_PREFIX, locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import Plan, fingerprint
 from inkling_engine.compile.pools import pool_entries
+from inkling_engine.compile.tokenizer import check_tokenizer, copy_tokenizer, text_fingerprint
 from inkling_engine.kernels import native
 from inkling_engine.kernels.ops import OPS
+
+OUTSIDE = {kind.exit_code: kind for kind in (UsageError, IncompatibleError, DoesNotFitError)}
+"""How `verify` ends where the machine is at fault, not the engine."""
+USER_ERROR = re.compile(r"error: (.+?): found (.+); expected (.+?); (.+)")
 
 Notify = Callable[[str, str, float], None]
 """Called with (item, state, value): "started", "reused", "done" with seconds, "left" with an
@@ -58,9 +69,14 @@ class Build:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def taken(self) -> bool:
+        """Whether anything but an empty folder has the target's name."""
+        return self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir()))
+
+    @property
     def work(self) -> Path:
         """Notes of finished items and scratch files, beside the target."""
-        return self.final.parent / f".build-{self.final.name}"
+        return self.final.parent / f"{WORK_PREFIX}{self.final.name}"
 
     @property
     def staging(self) -> Path:
@@ -78,14 +94,21 @@ def build(plan: Plan, notify: Notify) -> Path:
 
     An identical engine that is there already is kept. Without the GPU that it is for, the new one
     is not verified. Raises UsageError when the target is taken
-    or being built by another process, FailedError when a compiler, gate or verification fails.
+    or being built by another process, CorruptError for a tokenizer that is not the model's,
+    FailedError when a compiler, gate or verification fails.
     """
+    if plan.checkpoint:
+        check_tokenizer(plan.checkpoint)
     identity = _identity(plan)
     digest = engine_digest(identity)
     state = Build(plan, notify, plan.folder(digest).absolute(), engine_id(plan.spec, digest))
-    if state.final.exists() and (not state.final.is_dir() or any(state.final.iterdir())):
+    if state.taken and not state.work.exists():
         return _existing(state)
-    with _locked(state):
+    with locked(state.final, "--out", "choose another --out"):
+        if state.taken:  # a build made it meanwhile, or one died before its last step
+            found = _existing(state)
+            shutil.rmtree(state.work, ignore_errors=True)
+            return found
         _prepare(state, digest)
         entries = _run_items(state)
         _seal(state, identity, entries)
@@ -94,25 +117,6 @@ def build(plan: Plan, notify: Notify) -> Path:
         state.sealed.rename(state.final)
         shutil.rmtree(state.work)
     return state.final
-
-
-@contextmanager
-def _locked(state: Build) -> Iterator[None]:
-    """Hold the target's name against other builds."""
-    lock, expected = filelock.FileLock(f"{state.work}.lock"), "a free name in a writable folder"
-    try:
-        state.final.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except (filelock.Timeout, OSError) as error:
-        busy = isinstance(error, filelock.Timeout)
-        why = "in use by another build" if busy else getattr(error, "strerror", error)
-        remedy = "wait for it, or choose another --out" if busy else "choose another --out"
-        raise UsageError("--out", f"{state.final}, {why}", expected, remedy) from None
-    try:
-        yield
-        Path(lock.lock_file).unlink(missing_ok=True)
-    finally:
-        lock.release()
 
 
 def _identity(plan: Plan) -> Identity:
@@ -128,6 +132,7 @@ def _identity(plan: Plan) -> Identity:
             "kernels": native.source_digest(plan.spec.arch),
             "compile": items.source_digest(),
             "weights": fingerprint(plan.checkpoint),
+            "texts": text_fingerprint(plan.checkpoint),
             "ranks": str(plan.ranks),
         },
     )
@@ -223,7 +228,7 @@ def _estimate(state: Build, running: dict[Future[bytes], str]) -> None:
 
 def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
     plan, spec = state.plan, state.plan.spec
-    items.copy_tokenizer(plan, state.staging / TOKENIZER)
+    copy_tokenizer(plan.checkpoint, state.staging / TOKENIZER)
     report = {"seconds": state.seconds, "items": list(plan.items)}
     (state.staging / REPORT).mkdir(exist_ok=True)
     (state.staging / REPORT / "build.json").write_bytes(msgspec.json.encode(report))
@@ -252,7 +257,7 @@ def _seal(state: Build, identity: Identity, notes: dict[str, bytes]) -> None:
 
 
 def _verify(state: Build) -> None:
-    """Prove the sealed engine as a user would run it; nothing of a failing one is kept.
+    """Prove the sealed engine as a user would run it; nothing of one that fails is kept.
 
     One without the weights of all ranks, or with more ranks than there are GPUs, is shown on drawn
     ones; with too few GPUs, one rank of it.
@@ -266,7 +271,23 @@ def _verify(state: Build) -> None:
         command += ["--alone"] * cross.too_few(spec.device, spec.tp)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        shutil.rmtree(state.work)
-        found = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise FailedError("verify", found, "an engine that verifies", "report this")
+        raise _unproved(state, done)
     state.notify("verify", "done", time.monotonic() - started)
+
+
+def _unproved(state: Build, done: subprocess.CompletedProcess[str]) -> UserError:
+    """Why `verify` failed. If that says nothing about the engine, the next build goes on with it."""
+    expected, again = "an engine that verifies", "build again: it goes on with verify"
+    last = "".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
+    if done.returncode < 0:
+        found, remedy = (
+            f"killed by signal {-done.returncode}",
+            f"{again}, unless {state.work} is gone",
+        )
+        return FailedError("verify", found, expected, remedy)
+    kind, line = OUTSIDE.get(done.returncode), USER_ERROR.fullmatch(last)
+    if kind and line:
+        return kind(f"verify: {line[1]}", line[2], line[3], f"{line[4]}; then {again}")
+    shutil.rmtree(state.work)
+    found = last.removeprefix("error: ") or f"exit code {done.returncode}"
+    return FailedError("verify", found, expected, "report this")

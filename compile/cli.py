@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from inkling_engine.artifacts.errors import UsageError, UserError
+from inkling_engine.compile.folder import unusable
 from inkling_engine.compile.options import BuildOptions
 
 
@@ -97,8 +98,7 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except OSError as error:
-        expected, remedy = "a usable file or folder", "check the path, permissions and free space"
-        _fail(str(UserError(str(error.filename), error.strerror, expected, remedy)), 1)
+        _fail(str(unusable(error)), 1)
 
 
 def _fail(message: str, code: int) -> None:
@@ -117,7 +117,7 @@ def _options(config: str | None, given: dict[str, Any]) -> BuildOptions:
             expected = "a preset or a checkpoint folder"
             raise UsageError("--model", "nothing", expected, "for example --model inkling-tiny")
         return msgspec.convert(fields, BuildOptions)
-    except (msgspec.MsgspecError, OSError) as error:
+    except (msgspec.MsgspecError, RecursionError, OSError) as error:
         expected = "a JSON object with the long options' names as fields"
         raise UsageError("--config", f"{config}: {error}", expected, "correct the file") from None
 

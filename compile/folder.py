@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from inkling_engine.artifacts.errors import CorruptError, UsageError
+from inkling_engine.artifacts.errors import CorruptError, UsageError, UserError
 
 CONFIG: Final = "config.json"
 PICKLED: Final = ("*.bin", "*.pt", "*.pth")
@@ -55,13 +55,19 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; CorruptError if it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CorruptError(
             path.name, " ".join(str(error).split()), "a JSON object", f"restore {path}"
         ) from error
     if not isinstance(value, dict):
         raise CorruptError(path.name, type(value).__name__, "a JSON object", f"restore {path}")
     return value
+
+
+def unusable(error: OSError) -> UserError:
+    """What a command says of a file or folder that the system refused."""
+    expected, remedy = "a usable file or folder", "check the path, permissions and free space"
+    return UserError(str(error.filename), error.strerror, expected, remedy)
 
 
 def _remedy_for_missing(name: str) -> str:

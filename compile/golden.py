@@ -19,15 +19,12 @@ from inkling_engine.artifacts.golden import Golden, GoldenCase
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, StepKind
 from inkling_engine.compile.driver import Chunk, Machine
 from inkling_engine.compile.export import program_inputs
+from inkling_engine.compile.tokenizer import golden_texts
 from inkling_engine.kernels import table
 
 NEW_TOKENS = 8
 MARGIN = {"float32": 1e-3, "bfloat16": 0.25}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-TEXTS = (
-    "def main",
-    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n" * 2,
-)
 
 
 def record(spec: EngineSpec, weights: Path | None, tokenizer: Path | None) -> bytes:
@@ -44,10 +41,7 @@ def record(spec: EngineSpec, weights: Path | None, tokenizer: Path | None) -> by
 def _prompts(spec: EngineSpec, tokenizer: Path | None) -> list[list[int]]:
     longest = max(1, spec.max_context - NEW_TOKENS)
     if tokenizer is not None and tokenizer.exists():
-        from tokenizers import Tokenizer
-
-        encoder = Tokenizer.from_file(str(tokenizer))
-        return [encoder.encode(text, add_special_tokens=False).ids[:longest] for text in TEXTS]
+        return [ids[:longest] for ids in golden_texts(tokenizer)]
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randint(0, spec.shape.real_vocab, (min(n, longest),), generator=generator).tolist()

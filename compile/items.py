@@ -34,16 +34,10 @@ from inkling_engine.compile.convert import write_weights
 from inkling_engine.compile.golden import record
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import Plan
+from inkling_engine.compile.tokenizer import TOKENIZER_FILE
 from inkling_engine.compile.worker import Request
 from inkling_engine.kernels import native
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _workers: set[subprocess.Popen[str]] = set()
 _stopping = threading.Event()
 
@@ -112,12 +106,12 @@ def program(spec: EngineSpec, bucket: Bucket, staging: Path, work: Path) -> byte
 
 
 def weights(plan: Plan, staging: Path, rank: int) -> bytes:
-    """Convert one rank's weights; returns the file's digest."""
+    """Convert one rank's weights; returns the file's digest. `stop_workers` ends it too."""
     assert plan.checkpoint is not None, "a programs-only plan has no weight items"
     spec, target = plan.spec, staging / weights_file(rank)
     target.parent.mkdir(exist_ok=True)
     recipe = recipes(spec.shape, spec.dtype, plan.checkpoint.layout, spec.tp, rank)
-    return write_weights(plan.checkpoint, recipe, target).encode()
+    return write_weights(plan.checkpoint, recipe, target, on_bytes=_stop_here).encode()
 
 
 def golden(plan: Plan, staging: Path, work: Path) -> bytes:
@@ -131,7 +125,7 @@ def golden(plan: Plan, staging: Path, work: Path) -> bytes:
         target.write_bytes(record(plan.spec, None, None))
         return b""
     spec = msgspec.structs.replace(plan.spec, tp=1)
-    tokenizer = plan.checkpoint.folder / TOKENIZER_FILES[0]
+    tokenizer = plan.checkpoint.folder / TOKENIZER_FILE
     with tempfile.TemporaryDirectory(prefix="run-golden-", dir=work) as scratch:
         file = staging / weights_file(0)
         if plan.spec.tp != 1:
@@ -142,25 +136,23 @@ def golden(plan: Plan, staging: Path, work: Path) -> bytes:
     return b""
 
 
-def copy_tokenizer(plan: Plan, target: Path) -> None:
-    """Copy the checkpoint's text files that a run needs; the folder may stay empty."""
-    target.mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES if plan.checkpoint else ():
-        path = plan.checkpoint.folder / name  # type: ignore[union-attr]
-        if path.exists():
-            shutil.copyfile(path, target / name)
-
-
 def allow_workers() -> None:
     """Take back `stop_workers`: another build begins."""
     _stopping.clear()
 
 
 def stop_workers() -> None:
-    """End the worker processes that still run, and those that are just being started."""
+    """End the worker processes that still run, and those that are just being started; conversions
+    end at their next piece."""
     _stopping.set()
     for worker in list(_workers):
         worker.kill()
+
+
+def _stop_here(_: int) -> None:
+    """End a conversion of a build that is stopping: nothing else can reach its thread."""
+    if _stopping.is_set():
+        raise FailedError("weights", "a build that ends", "its end", "build again")
 
 
 @contextmanager

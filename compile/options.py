@@ -30,7 +30,8 @@ DEFAULT_RUNNING = {"cpu": 8, "cuda": 128}
 DEFAULT_EXTEND = {"cpu": "64,512", "cuda": "64,512,2048"}
 EXTEND_ROWS = 16
 RESULT_LINES = 64
-MOST_TOKENS = 1 << 16
+MOST_TOKENS = (1 << 16) - 1  # a launch has as many programs along y or z at most
+MOST_RUNNING = 4096
 BUCKET = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?")
 
 
@@ -136,6 +137,8 @@ def _decode_rows(options: BuildOptions, device: str) -> tuple[int, ...]:
         pairs = _numbers("--decode-buckets", options.decode_buckets)
         if wrong := [f"{count}x{rows}" for count, rows in pairs if rows]:
             raise UsageError("--decode-buckets", wrong[0], "rows such as 1,2,4", "drop the x")
+        if (most := max(count for count, _ in pairs)) > MOST_RUNNING:
+            raise UsageError("--decode-buckets", most, f"at most {MOST_RUNNING} rows", "lower it")
         return tuple(count for count, _ in pairs)
     rows, limit = [1], options.max_running or DEFAULT_RUNNING[device]
     while rows[-1] < limit:
@@ -155,8 +158,9 @@ def _extend_buckets(options: BuildOptions, device: str, running: int) -> list[Bu
     option, text = "--extend-buckets", options.extend_buckets or DEFAULT_EXTEND[device]
     sizes = {(n, rows or min(running, EXTEND_ROWS, n)) for n, rows in _numbers(option, text)}
     for tokens, rows in sizes:
-        if rows > tokens:
-            raise UsageError(option, f"{tokens}x{rows}", "rows <= tokens", "lower rows")
+        if rows > min(tokens, MOST_RUNNING):
+            expected = f"rows <= tokens, and at most {MOST_RUNNING}"
+            raise UsageError(option, f"{tokens}x{rows}", expected, "lower rows")
     return [Bucket(kind="extend", rows=rows, tokens=tokens) for tokens, rows in sorted(sizes)]
 
 
@@ -175,7 +179,7 @@ def _numbers(option: str, text: str) -> list[tuple[int, int]]:
 def _check_numbers(options: BuildOptions, shape: ModelShape) -> None:
     for field, least, most in (
         ("max_context", 16, shape.max_context),
-        ("max_running", 1, 4096),
+        ("max_running", 1, MOST_RUNNING),
         ("page_size", 1, 1024),
         ("snapshot_grid", 1, shape.max_context),
         ("tp", 1, 8),

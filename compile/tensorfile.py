@@ -81,7 +81,7 @@ def _entries(path: Path, raw: bytes) -> list[tuple[DiskTensor, int, int]]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         return [_entry(path, name, 8 + len(raw), **value) for name, value in header.items()]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _corrupt(path, " ".join(str(error).split()), "a safetensors header") from error
 
 

@@ -33,8 +33,12 @@ class CompilerError(RuntimeError):
 
 
 def source_digest(march: str) -> str:
-    """SHA-256 over the native sources, flags and torch version: names one library."""
-    digest = hashlib.sha256(f"{torch.__version__} {march} {FLAGS}".encode())
+    """SHA-256 over the native sources, flags and torch version: names one library.
+
+    For the march `native` also over what that is here: machines may share a cache folder.
+    """
+    resolved = _resolved() if march == "native" else ""
+    digest = hashlib.sha256(f"{torch.__version__} {march} {FLAGS} {resolved}".encode())
     for path in sorted(_ROOM.rglob("*.h")) + sorted(_ROOM.rglob("*.cpp")):
         digest.update(path.relative_to(_ROOM).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
@@ -46,7 +50,7 @@ def compile_library(directory: Path, march: str) -> Path:
     if target.exists():
         return target
     directory.mkdir(parents=True, exist_ok=True)
-    compiler = os.environ.get("CXX") or "g++"
+    compiler = _compiler()
     if shutil.which(compiler) is None:
         raise CompilerError(f"C++ compiler {compiler!r} was not found; install g++ or set CXX")
     torch_root = Path(torch.__file__).parent
@@ -67,6 +71,20 @@ def compile_library(directory: Path, march: str) -> Path:
             raise CompilerError(f"{compiler} failed on the native kernels:\n{done.stderr[-4000:]}")
         os.replace(output, target)
     return target
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "g++"
+
+
+def _resolved() -> str:
+    """The compiler's version and the flags that it compiles `-march=native` with; "" without one."""
+    command = [_compiler(), "-march=native", "-###", "-E", "-x", "c++", os.devnull]
+    if shutil.which(command[0]) is None:
+        return ""
+    environment = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.stderr
 
 
 def load_library(path: Path) -> None:

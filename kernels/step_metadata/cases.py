@@ -40,6 +40,7 @@ class Step(NamedTuple):
     snapshots: Sequence[tuple[int, list[int]]] = ()  # slot, destinations
     destinations: int = 1
     drafts: int = 0
+    fed: Sequence[int] = ()  # the first ids; the others are drawn
 
 
 _DECODE = table.SAMPLE | table.FROM_TABLE
@@ -108,6 +109,12 @@ _STEPS = {
         [Row(3, 6, flags=table.SAMPLE), Row(1, 1, length=17, flags=_DECODE, drafts=1)], tokens=8
     ),
     "replay": Step([Row(1, 9, length=3, prompt=7, flags=table.SAMPLE)], tokens=16, destinations=2),
+    "no-ids": Step(
+        [Row(1, 9, length=3, prompt=7, flags=table.SAMPLE)],
+        tokens=16,
+        destinations=2,
+        fed=[-1, VOCAB, 3, 3, 3, -1, VOCAB],  # before and after the prompt's end
+    ),
 }
 
 
@@ -142,6 +149,7 @@ def arguments(step: Step, seed: int = 0) -> tuple[Tensor | int, ...]:
     pools = (state, request_ints, floats, counts, full, window, snapshots, snapshot_lengths, drafts)
     fed = sum(row.tokens for row in step.rows)
     token_ids = torch.cat([ints(60, fed), ints(1, step.tokens - fed)])
+    token_ids[: len(step.fed)] = torch.tensor(step.fed, dtype=torch.int32)
     columns = zip(*((r.slot, r.tokens, r.source, r.flags) for r in step.rows), strict=True)
     rows = [torch.tensor(column, dtype=torch.int32) for column in columns]
     one_shot = _one_shot_lines(step, len(step.rows), generator)

@@ -176,7 +176,7 @@ def _sample(meta: StepMeta, row: int, every: bool) -> None:
 def _count(pools: _Table, slot: int, token: int, position: int) -> None:
     """A fed token was seen in the prompt, or is a sampled one that is replayed."""
     counts = pools.token_counts[slot]
-    if token >= len(counts):  # padded vocabulary
+    if not 0 <= token < len(counts):  # padded vocabulary, or no token
         return
     if position < int(pools.request_ints[slot, table.PROMPT_LENGTH]):
         counts[token] |= table.PROMPT_SEEN

@@ -92,6 +92,11 @@ def test_a_manifest_that_is_none(engine: Path, data: bytes) -> None:
     assert MANIFEST in message(CorruptError, engine)
 
 
+def test_a_manifest_without_end(engine: Path) -> None:
+    (engine / MANIFEST).write_bytes(b'{"schema_version":1,"spec":' + b"[" * 100_000)
+    assert MANIFEST in message(CorruptError, engine)
+
+
 def test_a_truncated_manifest(engine: Path) -> None:
     data = (engine / MANIFEST).read_bytes()
     for length in range(0, len(data) - 2, 97):

@@ -63,9 +63,10 @@ def openable(folder: Path) -> bool:
     return True
 
 
-def attach(final: Path) -> Manifest:
-    """Add rank 0's weights to a programs-only engine."""
-    staging = fill(stage(final), {layout.weights_file(0): b"late" * 500})
+def attach(final: Path, *names: str) -> Manifest:
+    """Add rank 0's weights and tokenizer files of these `names` to a programs-only engine."""
+    texts = {f"{layout.TOKENIZER}/{name}": b"text" for name in names}
+    staging = fill(stage(final), {layout.weights_file(0): b"late" * 500} | texts)
     weights = (WeightsEntry(rank=0, file=layout.weights_file(0)),)
     return add_files(final, staging, msgspec.structs.replace(open_manifest(final), weights=weights))
 
@@ -133,7 +134,7 @@ def test_death_at_any_moment_of_an_attach_leaves_the_old_engine(
         with monkeypatch.context() as patch:
             die_at(patch, moments)
             try:
-                attach(final)
+                attach(final, "a.json", "b.json")
             except Death:
                 pass
             else:
@@ -142,7 +143,8 @@ def test_death_at_any_moment_of_an_attach_leaves_the_old_engine(
         found = open_manifest(final)
         assert found == old or found.weights
         if found == old:
-            attach(final)
+            discard(final.with_name(".staging-engine"))
+            attach(final, "b.json")
         assert openable(final) and open_manifest(final).weights
         moments += 1
     assert moments > 6 and os.listdir(final.parent) == ["engine"]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +22,9 @@ from inkling_engine.artifacts.errors import FailedError, UsageError, UserError
 from inkling_engine.artifacts.layout import REPORT, weights_file
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.compile import build as build_module
-from inkling_engine.compile import items
+from inkling_engine.compile import convert, items
 from inkling_engine.compile.build import build
+from inkling_engine.compile.lock import locked
 from inkling_engine.compile.options import BuildOptions
 from inkling_engine.compile.plan import Plan, make_plan
 
@@ -186,6 +192,36 @@ def test_a_failing_item_leaves_the_others_for_the_next_run(
     assert essence(store.open_manifest(out)) == essence(store.open_manifest(builds.whole))
 
 
+def test_a_failing_item_ends_a_conversion_that_runs(
+    builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does Ctrl-C: the conversion of a large model would go on for minutes."""
+    fake_items(monkeypatch, builds.whole)
+    begun, stopped = threading.Event(), threading.Event()
+    pieces, stop = convert._pieces, items.stop_workers
+
+    def slow(*given: Any) -> Iterator[bytes | memoryview]:
+        for piece in pieces(*given):
+            yield piece
+            begun.set()
+            assert stopped.wait(60)
+
+    def failing(*_: object) -> bytes:
+        assert begun.wait(60)
+        raise FailedError("disk", "full", "free", "free some")
+
+    def stop_workers() -> None:
+        stop()
+        stopped.set()
+
+    monkeypatch.setattr(convert, "_pieces", slow)
+    monkeypatch.setattr(items, "program", failing)
+    monkeypatch.setattr(items, "stop_workers", stop_workers)
+    with pytest.raises(FailedError, match="disk"):
+        build(plan_of(checkpoint, tmp_path / "engine", jobs=3), silent)
+    assert list((tmp_path / ".staging-engine" / "weights").iterdir()) == []
+
+
 def test_an_engine_that_does_not_verify_never_appears(
     builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +243,99 @@ def test_an_engine_that_does_not_verify_never_appears(
     monkeypatch.setattr(build_module, "_verify", lambda build: None)
     assert build(plan_of(checkpoint, out), silent) == out
     assert len(made) == 3, "nothing of a failed engine is used again"
+
+
+NO_MEMORY = "noise\nerror: memory: found 1 GiB; expected 2 GiB; free some\n"
+AGAIN = "build again: it goes on with verify"
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "message", "kept"),
+    [
+        (
+            -9,
+            "",
+            f"verify: found killed by signal 9; expected an engine that verifies; {AGAIN}",
+            True,
+        ),
+        (
+            5,
+            NO_MEMORY,
+            f"verify: memory: found 1 GiB; expected 2 GiB; free some; then {AGAIN}",
+            True,
+        ),
+        (
+            4,
+            "error: x: found y; expected z; w",
+            "verify: found x: found y; expected z; w; exp",
+            False,
+        ),
+        (1, "", "verify: found exit code 1; expected an engine that verifies; report this", False),
+    ],
+)
+def test_an_engine_is_kept_where_the_machine_failed_it(
+    builds: Builds,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    printed: str,
+    message: str,
+    kept: bool,
+) -> None:
+    made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
+    codes = [code, 0]
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, codes.pop(0), "", printed)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(UserError) as caught:
+        build(plan_of(checkpoint, out), silent)
+    assert str(caught.value).startswith(message) and caught.value.exit_code == (
+        5 if code == 5 else 1
+    )
+    assert build(plan_of(checkpoint, out), silent) == out
+    assert len(made) == (3 if kept else 6)
+
+
+def test_what_another_build_made_meanwhile_is_kept(
+    builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked for the engine before the other one had finished, and got the lock after it."""
+    made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
+    monkeypatch.setattr(build_module, "_verify", lambda build: None)
+
+    def late(*given: Any) -> AbstractContextManager[None]:
+        monkeypatch.setattr(build_module, "locked", locked)
+        build(plan_of(checkpoint, out), silent)
+        return locked(*given)
+
+    seen = []
+    monkeypatch.setattr(build_module, "locked", late)
+    assert build(plan_of(checkpoint, out), lambda *line: seen.append(line)) == out
+    assert seen == [("engine", "reused", 0.0)] and len(made) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_build_that_died_in_its_last_step_leaves_nothing_after_the_next(
+    builds: Builds, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, out = fake_items(monkeypatch, builds.whole), tmp_path / "engine"
+    monkeypatch.setattr(build_module, "_verify", lambda build: None)
+
+    def killed(folder: Path, **given: Any) -> None:
+        if out.exists():
+            raise KeyboardInterrupt
+        rmtree(folder, **given)
+
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        build(plan_of(checkpoint, out), silent)
+    assert {path.name for path in tmp_path.iterdir()} > {"engine", ".build-engine"}
+    assert build(plan_of(checkpoint, out), silent) == out and len(made) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 
 def test_work_for_another_engine_is_not_reused(

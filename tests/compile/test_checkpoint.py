@@ -196,6 +196,18 @@ def break_json(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"dtype"', b'"dtypo"', 1))
 
 
+def endless_offset(path: Path) -> None:
+    replace_header(path, b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,Infinity]}}')
+
+
+def deep_header(path: Path) -> None:
+    replace_header(path, b"[" * 100_000)
+
+
+def replace_header(path: Path, header: bytes) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def shift_offset(path: Path) -> None:
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -207,7 +219,11 @@ def shift_offset(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [truncate, lengthen, empty, cut_in_header, break_json, shift_offset]
+    "damage",
+    [
+        *(truncate, lengthen, empty, cut_in_header, break_json, shift_offset),
+        *(endless_offset, deep_header),
+    ],
 )
 def test_damaged_files_are_named(
     original: Path, tmp_path: Path, damage: Callable[[Path], None]

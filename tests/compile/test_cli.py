@@ -167,6 +167,7 @@ def test_a_refusal_of_the_process_itself() -> None:
     ("text", "detail"),
     [
         ("{", "--config"),
+        ('{"model": ' + "[" * 100_000, "recursion"),
         ("[1]", "Expected `object`"),
         ('{"model": "inkling-tiny", "speed": 1}', "speed"),
         ('{"model": "inkling-tiny", "tp": "two"}', "tp"),

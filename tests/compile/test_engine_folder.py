@@ -7,7 +7,9 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,12 +26,16 @@ from inkling_engine.artifacts.layout import (
     GOLDEN_FILE,
     MANIFEST,
     PROGRAMS,
+    TOKENIZER,
     WEIGHTS,
     kernel_library_file,
     weights_file,
 )
 from inkling_engine.artifacts.manifest import Manifest
+from inkling_engine.compile import attach as attach_module
 from inkling_engine.compile.attach import attach
+from inkling_engine.compile.convert import write_weights
+from inkling_engine.compile.lock import locked
 
 Damage = Callable[[Path], object]
 
@@ -130,10 +136,11 @@ def test_swapped_programs_are_found_even_if_their_digests_agree(copy: Path) -> N
 
 
 def programs_only(engine: Path, folder: Path) -> Manifest:
-    """Seal a copy of `engine` without its weights."""
+    """Seal a copy of `engine` without what it has of a checkpoint."""
     staging = store.stage(folder)
     shutil.copytree(engine, staging, dirs_exist_ok=True)
-    shutil.rmtree(staging / WEIGHTS)
+    for part in (WEIGHTS, TOKENIZER):
+        shutil.rmtree(staging / part)
     (staging / MANIFEST).unlink()
     manifest = store.open_manifest(engine)
     bare = msgspec.structs.replace(manifest, weights=(), source="no weights", files=())
@@ -152,6 +159,26 @@ def test_attached_weights_are_those_of_a_direct_build(
     assert (attached.files, attached.recipe) == (direct.files, direct.recipe)
     assert (attached.weights, attached.source) == (direct.weights, direct.source)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_the_tokenizer_is_attached_with_the_weights(
+    engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of the last checkpoint alone: an attach of another one may have been interrupted."""
+    folder, model = tmp_path / "bare", shutil.copytree(checkpoint, tmp_path / "model")
+    programs_only(engine, folder)
+    texts = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ text }}"}
+    for name, text in texts.items():
+        (model / name).write_text(text)
+    stale = [folder / TOKENIZER, store.stage(folder) / TOKENIZER]
+    for tokenizer in stale:
+        tokenizer.mkdir(exist_ok=True)
+        (tokenizer / "special_tokens_map.json").write_text("another's")
+    attached = attach(folder, model)
+    store.verify_files(folder, attached)
+    found = {path.name: path.read_text() for path in (folder / TOKENIZER).iterdir()}
+    assert found == texts
+    assert {entry.path for entry in attached.files} >= {f"{TOKENIZER}/{name}" for name in texts}
 
 
 def test_attached_weights_may_come_in_another_layout(
@@ -180,6 +207,10 @@ def test_attaching_is_refused_where_it_makes_no_sense(
     flip(shutil.copytree(checkpoint, tmp_path / "damaged") / "model.safetensors", 0.0)
     with pytest.raises(CorruptError):
         attach(folder, tmp_path / "damaged")
+    (tmp_path / "other" / "dangling.safetensors").symlink_to("nowhere")
+    line = refused(inkling_engine("attach-weights", folder, tmp_path / "other"), 1)
+    assert "dangling.safetensors: found No such file" in line
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "other", "damaged"}
     assert store.open_manifest(folder) == before
     store.verify_files(folder, before)
 
@@ -202,6 +233,42 @@ def test_an_interrupted_attach_leaves_the_old_engine(
         store.verify_files(folder, before)
     attach(folder, checkpoint)
     assert file_digest(folder / weights_file(0)) == file_digest(engine / weights_file(0))
+
+
+def test_one_attach_at_a_time(
+    engine: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one, begun while the first converts, is refused; the first is not disturbed."""
+    folder, refusals = tmp_path / "bare", list[str]()
+    programs_only(engine, folder)
+    (tmp_path / "link").symlink_to(folder)
+
+    def interrupted(*given: Any) -> str:
+        for name in (folder, tmp_path / "link"):
+            refusals.append(refused(inkling_engine("attach-weights", name, checkpoint), 2))
+        return write_weights(*given)
+
+    monkeypatch.setattr(attach_module, "write_weights", interrupted)
+    attach(folder, checkpoint)
+    assert len(refusals) == 2 and all("in use by another build" in line for line in refusals)
+    assert (folder / weights_file(0)).read_bytes() == (engine / weights_file(0)).read_bytes()
+
+
+def test_an_engine_that_was_given_weights_meanwhile_takes_no_others(
+    engine: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bare"
+    programs_only(engine, folder)
+
+    def late(*given: Any) -> AbstractContextManager[None]:
+        monkeypatch.setattr(attach_module, "locked", locked)
+        attach(folder, checkpoint)
+        return locked(*given)
+
+    monkeypatch.setattr(attach_module, "locked", late)
+    with pytest.raises(UsageError, match="with weights"):
+        attach(folder, checkpoint)
+    store.verify_files(folder, store.open_manifest(folder))
 
 
 def test_a_program_holds_its_code_and_no_weights(engine: Path) -> None:

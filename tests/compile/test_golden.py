@@ -23,6 +23,7 @@ from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.golden import MARGIN, NEW_TOKENS, record
 from inkling_engine.compile.models.inkling.shape import from_config
 from inkling_engine.compile.options import BuildOptions, make_spec
+from inkling_engine.compile.tokenizer import TEXTS
 from inkling_engine.compile.weights import step_weights
 from inkling_engine.kernels.state import random_weight
 from inkling_engine.runtime.verify import read_golden
@@ -101,7 +102,7 @@ def test_a_short_context_has_short_cases(weight_file: Path) -> None:
 
 def test_prompts_are_text_where_a_tokenizer_is(weight_file: Path) -> None:
     prompts = golden._prompts(spec_of(), TINY / "tokenizer.json")
-    assert len(prompts) == len(golden.TEXTS)
+    assert len(prompts) == len(TEXTS)
     assert all(prompts) and prompts != golden._prompts(spec_of(), None)
     assert golden._prompts(spec_of(), Path("/nowhere")) == golden._prompts(spec_of(), None)
 

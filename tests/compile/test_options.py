@@ -15,6 +15,7 @@ from inkling_engine.compile import options as options_module
 from inkling_engine.compile.models.inkling.shape import from_config, preset
 from inkling_engine.compile.options import (
     EXTEND_ROWS,
+    MOST_RUNNING,
     MOST_TOKENS,
     BuildOptions,
     default_device,
@@ -152,7 +153,7 @@ def test_both_names_of_a_dtype(dtype: str) -> None:
         ("max_context", 15),
         ("max_context", SHAPE.max_context + 1),
         ("max_running", 0),
-        ("max_running", 4097),
+        ("max_running", MOST_RUNNING + 1),
         ("page_size", 0),
         ("page_size", 1025),
         ("snapshot_grid", 0),
@@ -182,6 +183,8 @@ def test_a_malformed_bucket_list_is_refused(option: str, text: str) -> None:
 
 def test_buckets_of_absurd_size_are_refused() -> None:
     assert refusal(extend_buckets=str(MOST_TOKENS + 1)).field == "--extend-buckets"
+    assert refusal(extend_buckets=f"8192x{MOST_RUNNING + 1}").field == "--extend-buckets"
+    assert refusal(decode_buckets=f"1,{MOST_RUNNING + 1}").found == MOST_RUNNING + 1
     assert refusal(decode_buckets="99999999999999999999").field == "--decode-buckets"
 
 

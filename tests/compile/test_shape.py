@@ -232,11 +232,14 @@ def test_stop_ids_come_from_generation_then_from_the_top_level() -> None:
         ("text_config", "hidden_size", 0),
         ("text_config", "hidden_size", "64"),
         ("text_config", "num_hidden_layers", True),
+        ("text_config", "num_hidden_layers", 1_000_000),
         ("text_config", "route_scale", -1.0),
         ("text_config", "local_layer_ids", [6]),
         ("text_config", "local_layer_ids", [1, 1]),
         ("text_config", "layer_types", ["hybrid"] * 5),
         ("text_config", "layer_types", ["linear_attention"] * 6),
+        ("text_config", "layer_types", [["hybrid"]] * 6),
+        ("text_config", "mlp_layer_types", [{}] * 6),
         ("text_config", "dense_mlp_idx", 7),
         ("text_config", "unpadded_vocab_size", 161),
         ("text_config", "num_experts_per_tok", 9),
@@ -247,9 +250,12 @@ def test_stop_ids_come_from_generation_then_from_the_top_level() -> None:
         ("mtp_config", "local_extent", 9),
         ("mtp_config", "surprise", 1),
         ("mtp_config", "num_nextn_predict_layers", -1),
+        ("mtp_config", "num_nextn_predict_layers", 1_000_000),
         ("mtp_config", "chain_hidden_post_norm", "yes"),
         ("", "model_type", "inkling2_loop"),
         ("", "text_config", "none"),
+        ("", "mtp_config", [1]),
+        ("", "mtp_config", False),
         ("", "quantization_config", {"quant_algo": "NVFP4"}),
         ("", "surprise", 1),
     ],
@@ -301,8 +307,10 @@ def test_what_is_no_checkpoint_folder_gets_a_remedy(tmp_path: Path) -> None:
         shapes.read_config(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="without config.json"):
         shapes.read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "config.json").touch()
     with pytest.raises(UsageError, match="the folder that holds this file"):
         shapes.read_config(tmp_path / "config.json")
-    with pytest.raises(CorruptError, match=r"config\.json"):
-        shapes.read_config(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CorruptError, match=r"config\.json"):
+            shapes.read_config(tmp_path)

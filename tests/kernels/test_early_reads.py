@@ -15,7 +15,7 @@ from torch import Tensor
 from inkling_engine.artifacts.spec import Bucket, StepKind
 from inkling_engine.compile.export import program_inputs
 from inkling_engine.compile.models.inkling.shape import preset
-from inkling_engine.compile.options import BuildOptions, make_spec
+from inkling_engine.compile.options import MOST_RUNNING, MOST_TOKENS, BuildOptions, make_spec
 from inkling_engine.compile.pools import pool_entries
 from inkling_engine.compile.steps import step
 from inkling_engine.compile.weights import step_weights
@@ -55,10 +55,11 @@ HASTY = {  # by rows, drafts and tokens: the kernels that let the next launch be
 
 
 class Launch(NamedTuple):
-    """A kernel and its arguments by name."""
+    """A kernel, its arguments by name and its programs along each axis."""
 
     kernel: Any
     values: dict[str, Any]
+    grid: tuple[int, ...]
 
     @property
     def hasty(self) -> bool:
@@ -79,11 +80,11 @@ def launched(
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return self._note
+            def note(*arguments: Any, **named: Any) -> None:
+                values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
+                noted.append(Launch(self.kernel, values, grid))
 
-        def _note(self, *arguments: Any, **named: Any) -> None:
-            values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
-            noted.append(Launch(self.kernel, values))
+            return note
 
     def empty(entry: Layout) -> Tensor:
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
@@ -136,4 +137,24 @@ def test_early_reads_are_of_launches_that_have_ended(
     assert hasty == names & HASTY[rows, drafts, tokens]
     assert HASTY[rows, drafts, tokens] - names <= (
         {"boundary_kernel", *GUESSING} if world > 1 else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "tokens"),
+    [
+        (MOST_RUNNING, 0, MOST_RUNNING),
+        (MOST_RUNNING, 8, 9 * MOST_RUNNING),
+        (16, 0, MOST_TOKENS),
+        (MOST_RUNNING, 0, MOST_TOKENS),
+    ],
+)
+def test_the_largest_steps_are_launches_that_cuda_can_make(
+    rows: int, drafts: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 2^31 - 1 programs along x and 65,535 along y and z."""
+    noted = launched(monkeypatch, 1, rows, drafts, tokens)
+    limits = 2**31 - 1, 65_535, 65_535
+    assert noted and all(
+        size <= limit for launch in noted for size, limit in zip(launch.grid, limits, strict=False)
     )

@@ -7,6 +7,7 @@ the checkpoint's values (spec 1.1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -73,11 +74,14 @@ class Section:
         self.read.update(keys)
         return [(self.label(key), self.values[key]) for key in keys if self._has(key)]
 
-    def integer(self, *keys: str, minimum: int = 1, default: int | None = None) -> int:
+    def integer(
+        self, *keys: str, minimum: int = 1, maximum: float = math.inf, default: int | None = None
+    ) -> int:
         """The whole number under any of `keys`; `default` None means that it is required."""
         label, value = self._one(keys, default)
-        if type(value) is not int or value < minimum:
-            raise refuse(label, value, f"a whole number of at least {minimum}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            most = "" if maximum == math.inf else f" and at most {maximum}"
+            raise refuse(label, value, f"a whole number of at least {minimum}{most}")
         return value
 
     def real(self, *keys: str) -> float:

@@ -31,6 +31,9 @@ TINY: Final = Path(__file__).parent / "tiny"
 GENERATION_CONFIG: Final = "generation_config.json"
 QUANTIZATION: Final = "hf_quant_config.json"
 
+MOST_LAYERS: Final = 4096
+"""Each layer's tensors are listed before one of them is looked for: a mistyped number would take
+all memory. No model comes near it."""
 LAYER_TYPES: Final = {"hybrid_sliding": True, "hybrid": False}
 MLP_TYPES: Final = {"dense": True, "sparse": False}
 
@@ -68,7 +71,10 @@ def from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
         raise refuse("config.json text_config", nested, "an object")
     top = Section("", config)
     text = top if nested is None else Section("text_config", nested)
-    mtp = Section("mtp_config", config.get("mtp_config") or {})
+    drafts = {} if config.get("mtp_config") is None else config["mtp_config"]
+    if not isinstance(drafts, dict):
+        raise refuse("config.json mtp_config", drafts, "an object")
+    mtp = Section("mtp_config", drafts)
     check_model_type(text.values, text.name)
     for section in (top, text):
         _refuse_quantised(section)
@@ -91,7 +97,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
 
 
 def _shape(text: Section, mtp: Section, eos_tokens: tuple[int, ...]) -> ModelShape:
-    layers = text.integer("num_hidden_layers")
+    layers = text.integer("num_hidden_layers", maximum=MOST_LAYERS)
     full, local = _kinds(text)
     dense_width, expert_width = _widths(text)
     floor = text.integer("log_scaling_n_floor", minimum=0, default=0)
@@ -194,8 +200,9 @@ def _flags(
     """The list of layer type names under `key` as flags: at most one (label, flags)."""
     given = text.given(key)
     for label, value in given:
+        names = tuple(meanings)  # what cannot be a key is no name either
         valid = isinstance(value, list) and len(value) == layers
-        if not valid or any(name not in meanings for name in value):
+        if not valid or any(name not in names for name in value):
             raise refuse(label, value, f"{layers} names out of {', '.join(meanings)}")
     return [(label, [meanings[name] for name in value]) for label, value in given]
 
@@ -204,8 +211,8 @@ def _drafts(text: Section, mtp: Section, window: int) -> DraftShape:
     """The draft depths, stated in `mtp_config`, in the text configuration, or in both."""
     keys = mtp.given("num_nextn_predict_layers", "n_layers") + text.given("num_mtp_layers")
     depths = agreed(keys) or 0
-    if type(depths) is not int or depths < 0:
-        raise refuse(keys[0][0], depths, "a whole number of at least 0")
+    if type(depths) is not int or not 0 <= depths <= MOST_LAYERS:
+        raise refuse(keys[0][0], depths, f"a whole number from 0 to {MOST_LAYERS}")
     local = mtp.given("local_layer_ids") + text.given("mtp_local_layer_ids")
     chain = agreed(mtp.given("chain_hidden_post_norm") + text.given("chain_hidden_post_norm"))
     for label, extent in mtp.given("local_extent"):
