@@ -82,6 +82,8 @@ def main() -> int:
     except OSError as error:
         print(f"error: {unusable(error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # whoever runs this says so
+        return 130
     return 0
 
 

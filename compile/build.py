@@ -102,6 +102,9 @@ def build(plan: Plan, notify: Notify) -> Path:
     identity = _identity(plan)
     digest = engine_digest(identity)
     state = Build(plan, notify, plan.folder(digest).absolute(), engine_id(plan.spec, digest))
+    if state.final.name.startswith((store.STAGING_PREFIX, WORK_PREFIX)):
+        expected = "a name that builds do not use beside their target"
+        raise UsageError("--out", state.final, expected, "choose another --out")
     if state.taken and not state.work.exists():
         return _existing(state)
     with locked(state.final, "--out", "choose another --out"):

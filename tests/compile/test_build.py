@@ -355,3 +355,10 @@ def test_work_for_another_engine_is_not_reused(
     monkeypatch.setattr(build_module, "_verify", lambda build: None)
     assert build(plan_of(checkpoint, out), silent) == out
     assert len(made) == 9
+
+
+@pytest.mark.parametrize("name", [".staging-engine", ".build-engine"])
+def test_names_that_builds_use_are_no_targets(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="--out: found .*a name that builds do not use"):
+        build(plan_of(checkpoint, tmp_path / name), silent)
+    assert not list(tmp_path.iterdir())
