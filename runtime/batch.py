@@ -93,7 +93,7 @@ class BatchRunner:
         """Answer each line of `source` (of its `shard`) with a line of `output`; the summary.
 
         A part file left by an earlier run of the same job is gone on with; the job is the input's
-        bytes, the engine, its `options` and the shard. Lines not done `deadline` seconds from now
+        bytes, the engine, its weights, `options` and the shard. Lines not done `deadline` seconds from now
         are answered `expired`. Raises UsageError for a deadline that is no time to come, an
         unreadable input, an existing output and a part file of another job, StoppedError after
         `stop`, and what `Engine.step` raises.
@@ -109,13 +109,14 @@ class BatchRunner:
     def _run(self, source: Path, output: Path, shard: Shard, watch: Watch | None) -> dict[str, Any]:
         require_absent(output)
         require_apart(source, output, {})
-        engine_id, before = self.engine.manifest.engine_id, self.engine.drafts.copy()
+        manifest, before = self.engine.manifest, self.engine.drafts.copy()
         with closing(Input(source, self._control.require_going)) as lines:
             identity = {
                 "format": FORMAT,
                 "input_bytes": lines.size,
                 "input_sha256": lines.sha256,
-                "engine_id": engine_id,
+                "engine_id": manifest.engine_id,
+                "weights": manifest.source,  # those that were attached are not in the id
                 "shard": str(shard),
                 **self.options,
             }
@@ -130,7 +131,7 @@ class BatchRunner:
                         part.sync()
                     raise
                 part.commit()
-        report = {"engine_id": engine_id, "shard": str(shard), **job.meter.summary()}
+        report = {"engine_id": manifest.engine_id, "shard": str(shard), **job.meter.summary()}
         if before.proposed:
             report["drafts"] = self.engine.drafts.since(before).report()
         return report

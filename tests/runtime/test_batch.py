@@ -201,7 +201,11 @@ def test_other_jobs_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mon
         run(source, output, **same)
     monkeypatch.undo()
     owner = tmp_path / "out.part.json"
-    owner.write_text(owner.read_text().replace("00000000", "11111111"))
+    written = owner.read_text()
+    owner.write_text(written.replace('"weights":"', '"weights":"others '))
+    with pytest.raises(UsageError, match="a job of weights others .*; expected weights "):
+        run(source, output, **same)
+    owner.write_text(written.replace("00000000", "11111111"))
     with pytest.raises(UsageError, match="engine_id .*11111111; expected .*00000000"):
         run(source, output, **same)
     owner.unlink()
