@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 import msgspec
 
 from inkling_engine.artifacts.errors import UsageError, UserError
+from inkling_engine.artifacts.units import read_size
 from inkling_engine.compile.folder import unusable
 from inkling_engine.compile.options import BuildOptions
 
@@ -126,10 +126,7 @@ def _memory(text: str | None) -> int | None:
     """Bytes from `80G`, `141e9` or `16GiB`; None for the architecture's default."""
     if text in (None, "arch"):
         return None
-    number = r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)"
-    match = re.fullmatch(number + r"\s*([KMGT]?)(i?)B?", str(text), re.IGNORECASE)
-    power = "KMGT".find(match[2].upper()) + 1 if match and match[2] else 0
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    size = int(read_size(str(text)))
     if not size:
         raise UsageError("--dry-run", repr(text), "a size such as 80G or 64GiB", "correct it")
     return size

@@ -21,7 +21,7 @@ import msgspec
 
 from inkling_engine.artifacts.errors import FailedError, UsageError, show
 from inkling_engine.runtime import usage
-from inkling_engine.runtime.batch_input import WHOLE, Input, Shard
+from inkling_engine.runtime.batch_input import WHOLE, Input, Shard, open_input
 from inkling_engine.runtime.batch_job import Control, Job, StoppedError
 from inkling_engine.runtime.batch_output import Part, require_absent
 from inkling_engine.runtime.batch_paths import require_apart, require_writable, write_summary
@@ -155,6 +155,7 @@ def run_batch(
     """
     _require_seconds(deadline)  # before the load, which takes its time
     require_absent(output)
+    open_input(source).close()
     files = {"--summary": summary, "--trace": trace}
     require_apart(source, output, files)
     for name, path in files.items():

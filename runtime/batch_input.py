@@ -69,19 +69,23 @@ class Line:
     data: bytes | None
 
 
+def open_input(path: Path) -> BinaryIO:
+    """The file of lines at `path`; UsageError if there is none that can be read."""
+    try:
+        if not path.is_file():  # it is read twice, so a pipe will not do
+            found = "something else" if path.exists() else "nothing"
+            raise UsageError("input", f"{found} at {path}", "a file of JSON lines", "check it")
+        return path.open("rb")
+    except OSError as error:
+        raise UsageError("input", str(error), "a readable file", "check the path") from None
+
+
 class Input:
     """An open input file; `size` in bytes, `sha256` in hexadecimal, `total` in lines."""
 
     def __init__(self, path: Path, tick: Tick) -> None:
         """Open `path` and read it through, `tick` after each block; UsageError if it cannot be."""
-        self._path = path
-        try:
-            if not path.is_file():  # it is read twice, so a pipe will not do
-                found = "something else" if path.exists() else "nothing"
-                raise UsageError("input", f"{found} at {path}", "a file of JSON lines", "check it")
-            self._stream: BinaryIO = path.open("rb")
-        except OSError as error:
-            raise UsageError("input", str(error), "a readable file", "check the path") from None
+        self._path, self._stream = path, open_input(path)
         self._state = self._stat()
         self.size = self.total = 0
         self._scan(tick)

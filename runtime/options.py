@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from inkling_engine.artifacts.units import read_size
 from inkling_engine.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,17 +17,15 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _LEVELS = ("debug", "info", "warning", "error")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def _memory(ctx: click.Context, param: click.Parameter, text: str | None) -> int | float | None:
-    """Bytes (`123456`, `2G`) as an int, or a fraction of the machine (`0.5`) as a float."""
+    """Bytes (`123456`, `2G`, `2GiB`) as an int, or a fraction of the machine (`0.5`) as a float."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+\.?\d*)([KMGT]?)B?", text, re.IGNORECASE)
-    number = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
-    if not 0 < number < math.inf:
-        remedy = "give bytes such as 2G, or a fraction such as 0.5"
+    number = read_size(text)
+    if not number:
+        remedy = "give bytes such as 2G or 2GiB, or a fraction such as 0.5"
         raise UsageError("--memory", repr(text), "more than nothing, and finite", remedy)
     return number if number <= 1 else int(number)
 

@@ -387,6 +387,7 @@ def test_batch_usage_errors(shell: Shell, folder: Path, tmp_path: Path) -> None:
         *((option, "x" * 256, f"{option}: found .*File name too long") for option in FILES),
         ("--trace", "report", "--trace: found .*report, which is the --summary too"),
         ("--input", "out.part", "is the input too"),
+        ("--input", "nothing", "input: found nothing at "),
     ],
 )
 def test_batch_files_that_would_cost_each_other(
