@@ -21,13 +21,25 @@ from inkling_engine.compile.options import BuildOptions
 @click.option("--checkpoint", help="Folder with the weights of a preset.")
 @click.option("--out", help="Engine folder; default ./artifacts/<engine-id>.")
 @click.option("--tp", type=int, help="Ranks. Default 1.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Target device.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Target device. Default cpu where there are weights and no GPU.",
+)
 @click.option("--arch", help="sm90, or x86-64-v2|v3|v4 for the CPU; default this machine's.")
 @click.option("--dtype", help="fp32 or bf16; default fp32 on the CPU, bf16 on CUDA.")
 @click.option("--max-context", type=int, help="Most tokens of a request; default the model's.")
-@click.option("--max-running", type=int, help="Most requests at once.")
-@click.option("--decode-buckets", help="Rows of the decode programs, such as 1,2,4,8.")
-@click.option("--extend-buckets", help="Tokens of the extend programs, such as 64,512x16.")
+@click.option(
+    "--max-running", type=int, help="Most requests at once. Default 8 on a CPU, 128 on CUDA."
+)
+@click.option(
+    "--decode-buckets",
+    help="Rows of the decode programs, such as 1,2,4,8. Default powers of 2 up to --max-running.",
+)
+@click.option(
+    "--extend-buckets",
+    help="Tokens of the extend programs, such as 64,512x16. Default 64,512, on CUDA 2048 too.",
+)
 @click.option("--page-size", type=int, help="Tokens a KV page. Default 64.")
 @click.option("--snapshot-grid", type=int, help="Tokens between prefix snapshots. Default 256.")
 @click.option("--spec-depth", type=int, help="Drafts a round. Default 0.")

@@ -133,7 +133,7 @@ def _pool_sizes(
 
 
 def _decode_rows(options: BuildOptions, device: str) -> tuple[int, ...]:
-    if options.decode_buckets:
+    if options.decode_buckets is not None:
         pairs = _numbers("--decode-buckets", options.decode_buckets)
         if wrong := [f"{count}x{rows}" for count, rows in pairs if rows]:
             raise UsageError("--decode-buckets", wrong[0], "rows such as 1,2,4", "drop the x")
@@ -155,7 +155,8 @@ def _decode_buckets(rows: tuple[int, ...], options: BuildOptions) -> list[Bucket
 
 
 def _extend_buckets(options: BuildOptions, device: str, running: int) -> list[Bucket]:
-    option, text = "--extend-buckets", options.extend_buckets or DEFAULT_EXTEND[device]
+    option, text = "--extend-buckets", options.extend_buckets
+    text = DEFAULT_EXTEND[device] if text is None else text
     sizes = {(n, rows or min(running, EXTEND_ROWS, n)) for n, rows in _numbers(option, text)}
     for tokens, rows in sizes:
         if rows > min(tokens, MOST_RUNNING):

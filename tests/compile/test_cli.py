@@ -135,6 +135,8 @@ def test_an_unknown_configuration_key(run: Run, checkpoint: Path) -> None:
         (("--max-context", "10000000"), "--max-context"),
         (("--max-running", "0"), "--max-running"),
         (("--decode-buckets", "none"), "--decode-buckets"),
+        (("--decode-buckets", ""), "--decode-buckets"),
+        (("--extend-buckets", ""), "--extend-buckets"),
         (("--extend-buckets", "8x16"), "--extend-buckets"),
         (("--page-size", "48"), "--snapshot-grid"),
         (("--arch", "i386"), "--arch"),
