@@ -70,7 +70,11 @@ class BatchRunner:
         _require_count(max_in_flight)
         options = {"random_weights": load.get("random_weights"), "alone": load.get("alone") or None}
         engine = Engine.load(folder, **load)
-        chat = open_chat(engine.tokenizer, Path(folder))
+        try:
+            chat = open_chat(engine.tokenizer, Path(folder))
+        except BaseException:
+            engine.close()
+            raise
         return cls(engine, chat, max_in_flight=max_in_flight, options=options)
 
     def stop(self, signum: int = signal.SIGTERM) -> None:

@@ -122,3 +122,19 @@ def test_a_disk_that_is_full_at_the_end(
             runner.run(source, output)
     assert (tmp_path / "out.part").exists() == (tmp_path / "out.part.json").exists() == bool(what)
     assert run(source, output) == whole
+
+
+def test_an_engine_whose_chat_cannot_be_opened_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, engine = list[bool](), stub()[0]
+    monkeypatch.setattr(StubEngine, "close", lambda _: closed.append(True), raising=False)
+    monkeypatch.setattr("inkling_engine.runtime.engine.Engine.load", lambda *_, **__: engine)
+
+    def broken(*_: object) -> None:
+        raise FailedError("tokenizer", "broken", "one that opens", "build again")
+
+    monkeypatch.setattr("inkling_engine.runtime.batch.open_chat", broken)
+    with pytest.raises(FailedError, match="tokenizer: found broken"):
+        BatchRunner.load(tmp_path)
+    assert closed == [True]
