@@ -70,3 +70,16 @@ class LinesFailedError(UserError):
     """A batch job is done, and some of its lines were answered with an error."""
 
     exit_code = 6
+
+
+def misread(message: str, expected: str, program: str) -> UsageError:
+    """A command line that `program` could not read, in the one form that errors have."""
+    found = " ".join(message.split()).rstrip(".")
+    return UsageError("command line", found, expected, f"see {program} --help")
+
+
+def unusable(error: OSError) -> UserError:
+    """A file, folder or stream that the system refused; what has no name is stdout."""
+    expected, remedy = "a usable file or folder", "check the path, permissions and free space"
+    name = "stdout" if error.filename is None else str(error.filename)
+    return UserError(name, error.strerror or str(error), expected, remedy)

@@ -98,7 +98,8 @@ def verify_files(folder: Path, manifest: Manifest, unread: Collection[str] = ())
     """
     verify_manifest(folder, manifest)
     listed = {entry.path: entry for entry in manifest.files}
-    present = _paths(folder) - {MANIFEST} - _rest(folder, manifest)
+    found = _paths(folder)
+    present = found - {MANIFEST} - _rest(found, manifest)
     faults = [f"extra {path}" for path in sorted(present - listed.keys())]
     for entry in manifest.files:
         if fault := _fault(folder, entry, read=entry.path not in unread):
@@ -143,7 +144,7 @@ def add_files(folder: Path, staging: Path, manifest: Manifest) -> Manifest:
         raise UsageError(f"engine folder {folder}", found, "none of these files yet", remedy)
     complete = _completed(manifest, (*current.files, *new))
     _assert_expected({entry.path for entry in complete.files}, complete)
-    for path in _rest(folder, current) - {entry.path for entry in new}:
+    for path in _rest(_paths(folder), current) - {entry.path for entry in new}:
         (folder / path).unlink()
     for entry in new:
         target = folder / entry.path
@@ -180,11 +181,11 @@ def _paths(folder: Path) -> set[str]:
     return found - {_SCRATCH}
 
 
-def _rest(folder: Path, manifest: Manifest) -> set[str]:
-    """What an interrupted `add_files` left: unlisted files beside which no weights are listed."""
+def _rest(found: set[str], manifest: Manifest) -> set[str]:
+    """Of the paths `found` what an interrupted `add_files` left: unlisted files beside which no weights are listed."""
     if manifest.weights:
         return set()
-    unlisted = _paths(folder) - {entry.path for entry in manifest.files}
+    unlisted = found - {entry.path for entry in manifest.files}
     return {path for path in unlisted if path.startswith((f"{TOKENIZER}/", f"{WEIGHTS}/"))}
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import msgspec
 
 from inkling_engine.artifacts import store
-from inkling_engine.artifacts.errors import UsageError, UserError
+from inkling_engine.artifacts.errors import UsageError, UserError, unusable
 from inkling_engine.artifacts.layout import TOKENIZER, weights_file
 from inkling_engine.artifacts.manifest import Manifest, WeightsEntry
 from inkling_engine.compile.checkpoint import Checkpoint, check, open_checkpoint, require_shape
 from inkling_engine.compile.convert import write_weights
-from inkling_engine.compile.folder import unusable
 from inkling_engine.compile.lock import locked
 from inkling_engine.compile.models.inkling.names import recipes
 from inkling_engine.compile.plan import fingerprint

@@ -10,9 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from inkling_engine.artifacts.errors import UsageError, UserError
+from inkling_engine.artifacts.errors import UsageError, UserError, misread, unusable
 from inkling_engine.artifacts.units import read_size
-from inkling_engine.compile.folder import unusable
 from inkling_engine.compile.options import BuildOptions
 
 
@@ -104,9 +103,8 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except click.ClickException as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        expected, remedy = "options as --help lists them", "see compile-engine --help"
-        _fail(str(UsageError("command line", message, expected, remedy)), 2)
+        expected = "options as --help lists them"
+        _fail(str(misread(error.format_message(), expected, "compile-engine")), 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from inkling_engine.artifacts.errors import CorruptError, UsageError, UserError
+from inkling_engine.artifacts.errors import CorruptError, UsageError
 
 CONFIG: Final = "config.json"
 PICKLED: Final = ("*.bin", "*.pt", "*.pth")
@@ -62,12 +62,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CorruptError(path.name, type(value).__name__, "a JSON object", f"restore {path}")
     return value
-
-
-def unusable(error: OSError) -> UserError:
-    """What a command says of a file or folder that the system refused."""
-    expected, remedy = "a usable file or folder", "check the path, permissions and free space"
-    return UserError(str(error.filename), error.strerror, expected, remedy)
 
 
 def _remedy_for_missing(name: str) -> str:

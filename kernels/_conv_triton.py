@@ -102,6 +102,18 @@ def renew(
 
 
 @triton.jit
+def renew_row(
+    ring, n0, n1, n2, length, count, moved, channels, width, RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`renew` the row's three entries, once every thread has read the old inputs, which may lie there."""
+    tl.debug_barrier()
+    renew(ring, n0, length, 0, count, moved, channels, width, RING, WIDTH)
+    renew(ring, n1, length, 1, count, moved, channels, width, RING, WIDTH)
+    renew(ring, n2, length, 2, count, moved, channels, width, RING, WIDTH)
+
+
+@triton.jit
 def wants_snapshots(destination_slots, row, DESTINATIONS: tl.constexpr, DESTINED: tl.constexpr):
     """Whether any of the row's DESTINATIONS slots is not 0; DESTINED is a power of 2."""
     j = tl.arange(0, DESTINED)

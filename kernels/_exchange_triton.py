@@ -3,8 +3,8 @@
 
 A small part is pushed: written into the other ranks' slots, where each element tells by its bits
 that it has come. So a receiver polls memory of its own, and there is no flag and no fence between. It
-zeroes what it has taken, last of all. Whoever pushes call s + 2 has had all ranks' call s + 1, which they
-gave in a launch after that which cleaned call s: two slots a rank are enough.
+zeroes what it has taken. Whoever pushes call s + 2 has had all ranks' call s + 1, which they
+gave in a launch after that which zeroed call s: two slots a rank are enough.
 
 A large part stays at home and is pulled, but for a sum's of two ranks. Flag i is program i's, and grids are the same on all ranks: a
 program publishes what the programs of its number on other ranks read. A flag is PHASES * sequence + phase:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import click
 
 from inkling_engine.artifacts.child import module_command
+from inkling_engine.artifacts.errors import misread, unusable
 from inkling_engine.runtime.errors import FailedError, LinesFailedError, UsageError, UserError
 from inkling_engine.runtime.options import (
     LOAD_NAMES,
@@ -178,7 +179,7 @@ def batch(
     except StoppedError as error:
         _fail(str(error), 128 + error.signum)
     if not summary:
-        _say(_encode(report) if as_json else render(report))
+        click.echo(_encode(report) if as_json else render(report))
     if failed := report["requests"]["failed"]:
         found = f"{failed} of {report['requests']['total']} failed"
         remedy = f"see the `error` of those lines in {output}"
@@ -205,17 +206,14 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except click.ClickException as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        expected, remedy = "what --help lists", "see inkling-engine --help"
-        _fail(str(UsageError("command line", message, expected, remedy)), 2)
+        message, program = error.format_message(), "inkling-engine"
+        _fail(str(misread(message, "what --help lists", program)), 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except BrokenPipeError:  # nobody reads on
         sys.exit(1)
     except OSError as error:
-        where, what = error.filename or "stdout", error.strerror or str(error)
-        expected, remedy = "a usable file or stream", "check the path, permissions and free space"
-        _fail(str(FailedError(str(where), what, expected, remedy)), 1)
+        _fail(str(unusable(error)), 1)
     finally:
         _let_go(sys.stdout)
         _let_go(sys.stderr)
@@ -243,17 +241,6 @@ def _fail(message: str, code: int) -> NoReturn:
     with suppress(OSError):  # nobody may read it, but the code is heard
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
-
-
-def _say(text: str) -> None:
-    """Print a result; FailedError if stdout does not take it."""
-    try:
-        click.echo(text)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        remedy = "make room or send it elsewhere"
-        raise FailedError("stdout", error, "a stream that can be written", remedy) from None
 
 
 def _encode(value: object) -> str:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from inkling_engine.runtime.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 from inkling_engine.runtime.requests import Request
 
 _SPARE = 64  # finished requests that are held before it is worth looking for them
@@ -19,12 +19,12 @@ def check_turn(priority: object, deadline: object) -> None:
     with no other, as NaN, would break the order of those that do."""
     if type(priority) is not int:
         remedy = "give 0, or less for what goes first"
-        raise UsageError("priority", repr(priority), "an integer", remedy)
+        raise UsageError("priority", show(priority), "an integer", remedy)
     if deadline is None:
         return
     if type(deadline) not in (int, float) or not -_MOST <= deadline <= _MOST:  # type: ignore[operator]
         remedy = "give seconds from now, or None for no deadline"
-        raise UsageError("deadline", repr(deadline)[:40], "a finite number", remedy)
+        raise UsageError("deadline", show(deadline), "a finite number", remedy)
 
 
 class Deadlines:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from inkling_engine.artifacts import layout
 from inkling_engine.artifacts.compat import Environment, machine_memory, require
+from inkling_engine.artifacts.errors import show
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.artifacts.store import open_manifest, verify_file, verify_files
 from inkling_engine.runtime import debug, launched, probe
@@ -173,13 +174,15 @@ def _check_words(options: LoadOptions) -> None:
     """Raise UsageError for numbers that no machine has, and no message to a rank."""
     seed, memory, given = options.random_weights, options.memory, options.device_index
     if seed is not None and not -_WORD <= seed < _WORD:
-        raise UsageError("--random-weights", seed, "a seed of 64 bits", "choose a smaller one")
+        raise UsageError(
+            "--random-weights", show(seed), "a seed of 64 bits", "choose a smaller one"
+        )
     if memory is not None and not 0 < memory < _WORD:
         remedy = "give bytes, or up to 1 as a fraction"
-        raise UsageError("--memory", repr(memory)[:40], "more than nothing, in 64 bits", remedy)
+        raise UsageError("--memory", show(memory), "more than nothing, in 64 bits", remedy)
     for index in (given,) if isinstance(given, int) else given:
         if not -_WORD <= index < _WORD:
-            raise UsageError("--device-index", index, "the number of a GPU", "correct it")
+            raise UsageError("--device-index", show(index), "the number of a GPU", "correct it")
 
 
 def _indices(options: LoadOptions, ranks: int) -> tuple[int, ...]:

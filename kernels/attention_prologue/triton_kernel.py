@@ -21,7 +21,7 @@ from inkling_engine.kernels._conv_triton import (
     clamp,
     entry,
     known_length,
-    renew,
+    renew_row,
     renewal,
     ring_at,
     save_snapshots,
@@ -196,10 +196,7 @@ def prologue_kernel(
                     old, length, inputs, count, channels, DIM, RING, KV, WIDTH, conv_pool, layer,
                     pool_slots, destination_slots, destination_offsets, program, DESTINATIONS,
                 )  # fmt: skip
-            tl.debug_barrier()  # the old inputs, read by every thread, may be the same slot's
-            renew(ring, n0, length, 0, count, moved, channels, DIM, RING, KV)
-            renew(ring, n1, length, 1, count, moved, channels, DIM, RING, KV)
-            renew(ring, n2, length, 2, count, moved, channels, DIM, RING, KV)
+            renew_row(ring, n0, n1, n2, length, count, moved, channels, DIM, RING, KV)
 
 
 def attention_prologue(

@@ -27,7 +27,7 @@ from inkling_engine.kernels._conv_triton import (
     clamp,
     entry,
     known_length,
-    renew,
+    renew_row,
     renewal,
     ring_at,
     save_snapshots,
@@ -208,10 +208,9 @@ def boundary_kernel(
                 old, length, inputs, row_count, channels, WIDTH, RING, WIDTH, WIDTH, conv_pool,
                 layer, pool_slots, destination_slots, destination_offsets, row, DESTINATIONS,
             )  # fmt: skip
-        tl.debug_barrier()  # every thread has read the old inputs, which may be the same slot's
-        renew(ring, n0, length, 0, row_count, moved, channels, WIDTH, RING, WIDTH)
-        renew(ring, n1, length, 1, row_count, moved, channels, WIDTH, RING, WIDTH)
-        renew(ring, n2, length, 2, row_count, moved, channels, WIDTH, RING, WIDTH)
+        renew_row(
+            ring, n0, n1, n2, length, row_count, moved, channels, WIDTH, RING, WIDTH
+        )  # fmt: skip
     if not HOLD:
         taps = load_taps(conv_weight, channels, mask)
     if not (ALONE and HOLD):

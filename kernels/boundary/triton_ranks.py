@@ -16,7 +16,7 @@ from inkling_engine.kernels._conv_triton import (
     entry,
     known_length,
     last_turn,
-    renew,
+    renew_row,
     renewed,
     ring_at,
     row_input,
@@ -50,17 +50,6 @@ def renewal_of(
     width = tl.where(index == 3, 0, renewed(length, j, count, moved, WIDTH, RING))
     kept = row_input(old, length, sums, index, channels, width, RING, WIDTH, WIDTH)
     return tl.where(index == 3, z, kept)
-
-
-@triton.jit
-def renew_ring(
-    ring, n0, n1, n2, length, count, moved, channels, RING: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Leave the row's sums in its ring, once every thread has read the old inputs, which may lie there."""
-    tl.debug_barrier()
-    renew(ring, n0, length, 0, count, moved, channels, WIDTH, RING, WIDTH)
-    renew(ring, n1, length, 1, count, moved, channels, WIDTH, RING, WIDTH)
-    renew(ring, n2, length, 2, count, moved, channels, WIDTH, RING, WIDTH)
 
 
 @triton.jit
@@ -173,9 +162,9 @@ def ranks_boundary_kernel(
                 i, token_of(i, first, count, spare), count, old, ring, length, residual,
                 conv_weight, norm_weight, eps, hidden, normed, mask, channels, RING, WIDTH, BLOCK,
             )  # fmt: skip
-        renew_ring(ring, n0, n1, n2, length, count, moved, channels, RING, WIDTH)
+        renew_row(ring, n0, n1, n2, length, count, moved, channels, WIDTH, RING, WIDTH)
     else:  # norms come last: state is on its way meanwhile
-        renew_ring(ring, n0, n1, n2, length, count, moved, channels, RING, WIDTH)
+        renew_row(ring, n0, n1, n2, length, count, moved, channels, WIDTH, RING, WIDTH)
         if (RING > 3) & turns(0, count, RING):
             tl.store(ring + entry(length, 3, RING) * WIDTH + channels, z, mask)
         value, base = z.to(tl.float32), carried.to(tl.float32)
