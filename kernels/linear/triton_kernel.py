@@ -2,7 +2,7 @@
 
 For few tokens the time is that of reading the weight once. One token: a program holds some whole
 rows of the weight in registers. Up to 128: tiles on the tensor cores, narrow ones, so that many
-programs read; up to 16 tokens some whole rows are held again, where the weight has few. fp32 is
+programs read; up to 12 tokens some whole rows are held again, where the weight has few. fp32 is
 IEEE here; through cuBLAS it is unless the process allows TF32, and bf16 sums are fp32 unless it allows
 reduced precision.
 """
@@ -31,8 +31,9 @@ LEAST_BYTES = 8192  # and at least,
 PROGRAMS = 3072  # unless there are as many, so that no processor waits for another
 MAX_DEPTH = 8192  # elements of a row that it takes at once
 HELD_COLUMNS, HELD_DEPTH = 8, 4096  # that a program of `held_kernel` takes at most
-DRAFTED = 17  # tokens of a request in a depth behind eight drafts
-AHEAD_BYTES = 2**24  # of weight that programs of `tile_kernel` fetch to L2 before x can be read
+HELD_TOKENS = 12
+FEW = 16  # tokens that a tile has at least, and a request at most in a depth of eight
+AHEAD_BYTES = 2**21  # of weight that programs of `tile_kernel` fetch to L2 before x can be read
 
 
 @triton.jit
@@ -153,26 +154,23 @@ def few(tokens: int, columns: int, depth: int, item_bytes: int) -> bool:
     """Whether the product is one launch of ours, where cuBLAS often needs two.
 
     832 x 4096 at 8, 32, 64 and 128 tokens: 5.1, 6.1, 8.8, 8.9 us; cuBLAS 7.6, 7.7, 8.0, 8.8. 4096 x 512
-    at 136 tokens, with the boundary behind it, which overlaps with ours: 11.3; cuBLAS 12.4. The three
-    large products of a depth, 17 tokens, take 41 us in a round, with cuBLAS 44.5.
+    at 136 tokens, with the boundary behind it, which overlaps with ours: 11.3; cuBLAS 12.4.
     """
-    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else DRAFTED
-    return tokens <= 16 or (item_bytes == 2 and tokens <= most)
+    most = 160 if columns * depth <= 2**21 else 128 if columns * depth <= 2**22 else FEW
+    return tokens <= FEW or (item_bytes == 2 and tokens <= most)
 
 
 def tile_config(tokens: int, columns: int, depth: int, item_bytes: int) -> Tiles:
     """Tiles so narrow that all processors read; a long depth is shared by the warps."""
-    rows = min(64, max(16, triton.next_power_of_2(tokens)))
+    rows = min(64, max(FEW, triton.next_power_of_2(tokens)))
     if item_bytes == 4:
-        tiles = Tiles(16, 32, 32, 1, 4, 2)
+        tiles = Tiles(FEW, 32, 32, 1, 4, 2)
     elif columns < 2048 <= depth:  # 5.2 us at 832 x 4096 and 8 tokens; 7.4 without parts
-        tiles = {16: Tiles(16, 8, 256, 4, 4, 3), 32: Tiles(32, 8, 128, 4, 4, 4)}.get(
+        tiles = {FEW: Tiles(FEW, 8, 256, 4, 4, 3), 32: Tiles(32, 8, 128, 4, 4, 4)}.get(
             rows, Tiles(64, 16, 256, 1, 4, 4)
         )
-    elif rows == 16 and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
-        tiles = Tiles(16, 32, 256, 2, 2, 4)
-    elif rows == 32 and depth >= 2048:  # 3 us a depth less than one part, or columns by halves
-        tiles = Tiles(32, 32, 64, 4, 4, 5)
+    elif rows == FEW and depth >= 2048:  # 11.3 us at 4096 x 4096 and 8 tokens; cuBLAS 14.0
+        tiles = Tiles(FEW, 32, 256, 2, 2, 4)
     else:  # 3.7 us at 4096 x 512 and 8 tokens, 4.4 at 128
         tiles = Tiles(rows, 64 if rows == 64 else 32, 128, 1, 4, 4)
     return tiles._replace(depth=min(tiles.depth, max(16, triton.next_power_of_2(depth))))
@@ -199,9 +197,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if tokens == 1 and depth <= MAX_DEPTH:
         product_with_vector(x, weight, y, hasty=True)
         return y
-    if tokens <= 16 and columns < 2048 <= depth <= HELD_DEPTH and weight.element_size() == 2:
+    narrow = columns < 2048 <= depth <= HELD_DEPTH
+    if tokens <= HELD_TOKENS and narrow and weight.element_size() == 2:
         launchable(held_kernel)[(triton.cdiv(columns, HELD_COLUMNS),)](
-            x, weight, y, TOKENS=tokens, COLUMNS=columns, DEPTH=depth, BLOCK_M=16,
+            x, weight, y, TOKENS=tokens, COLUMNS=columns, DEPTH=depth, BLOCK_M=FEW,
             BLOCK_N=HELD_COLUMNS, BLOCK_K=256, PARTS=8, num_warps=8,
         )  # fmt: skip
         return y
@@ -219,9 +218,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def compile_cases() -> list[CompileCase]:
     """The attention and dense products of inkling-small at TP 8, one token to 136, and a depth's."""
     cases, products = [], (("qkvr", 832, 4096), ("o", 4096, 512), ("w2", 4096, 2048))
-    for tokens in (1, 8, 17, 32, 128, 136):
+    for tokens in (1, 8, FEW, 32, 128, 136):
         for name, columns, depth in (*products, ("input", 4096, 8192)):
-            if not few(tokens, columns, depth, 2) or (name == "input" and tokens != DRAFTED):
+            if not few(tokens, columns, depth, 2) or (name == "input" and tokens != FEW):
                 continue
             arguments = meta(tokens, depth), meta(columns, depth)
             cases += launches(f"linear-{name}-{tokens}", linear, *arguments)

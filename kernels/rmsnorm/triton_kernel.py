@@ -18,12 +18,12 @@ def normalised(values, weight, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def rmsnorm_kernel(x, weight, y, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    follow()
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
-    values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    follow()
+    values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + row + column, normalised(values, scale, EPS, WIDTH), mask=mask)
 
 

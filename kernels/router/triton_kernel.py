@@ -3,7 +3,7 @@
 Logits: for one token whole rows of the gate a program, else tiles split over the depth, whose
 partial sums the second launch adds in turn (many tokens: `wide_triton.py`). Choice: a program, one warp, takes one token.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
 
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from inkling_engine.kernels.router.wide_triton import wide_config, wide_gate
 
 PROGRAMS = 160  # that the gate's product is split into at most, if by depth
 MOST_SPLITS = 8
+HELD_BLOCKS = 4  # of the depth, of which few tokens' programs hold all weights
 NOBODY = tl.constexpr(-(2**31))  # below the key of every score, that of -inf included
 
 
@@ -32,23 +33,37 @@ NOBODY = tl.constexpr(-(2**31))  # below the key of every score, that of -inf in
 def gate_kernel(
     y, weight, logits, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, DEPTH: tl.constexpr,
     SPLIT_DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """logits [splits, TOKENS, EXPERTS] f32: partial products over SPLIT_DEPTH each."""
+    """logits [splits, TOKENS, EXPERTS] f32: partial products over SPLIT_DEPTH each. If HELD all weights
+    of a program are there before y can be read."""
     split = tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    prefetch_rows(weight, n, split * SPLIT_DEPTH, EXPERTS, SPLIT_DEPTH, DEPTH)
-    follow()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = split * SPLIT_DEPTH + tl.arange(0, BLOCK_K)
     x_tile = y + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
     w_tile = weight + n[None, :] * DEPTH + k[:, None]
+    x_mask, w_mask = (m < TOKENS)[:, None], (n < EXPERTS)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, SPLIT_DEPTH, BLOCK_K):
-        deep = k < DEPTH - start
-        x = tl.load(x_tile + start, mask=(m < TOKENS)[:, None] & deep[None, :], other=0.0)
-        w = tl.load(w_tile + start, mask=(n < EXPERTS)[None, :] & deep[:, None], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee")
+    if HELD:
+        held, values = (), ()
+        for start in tl.static_range(0, SPLIT_DEPTH, BLOCK_K):
+            deep = k < DEPTH - start
+            held += (tl.load(w_tile + start, mask=w_mask & deep[:, None], other=0.0),)
+        follow()
+        for start in tl.static_range(0, SPLIT_DEPTH, BLOCK_K):
+            deep = k < DEPTH - start
+            values += (tl.load(x_tile + start, mask=x_mask & deep[None, :], other=0.0),)
+        for step in tl.static_range(SPLIT_DEPTH // BLOCK_K):
+            total = tl.dot(values[step], held[step], total, input_precision="ieee")
+    else:
+        prefetch_rows(weight, n, split * SPLIT_DEPTH, EXPERTS, SPLIT_DEPTH, DEPTH)
+        follow()
+        for start in range(0, SPLIT_DEPTH, BLOCK_K):
+            deep = k < DEPTH - start
+            x = tl.load(x_tile + start, mask=x_mask & deep[None, :], other=0.0)
+            w = tl.load(w_tile + start, mask=w_mask & deep[:, None], other=0.0)
+            total = tl.dot(x, w, total, input_precision="ieee")
     line = logits + (split * TOKENS + m)[:, None] * EXPERTS + n[None, :]
     tl.store(line, total, mask=(m < TOKENS)[:, None] & (n < EXPERTS)[None, :])
 
@@ -95,19 +110,21 @@ def choose_kernel(
     bias = tl.load(gate_bias + lane, mask=mask, other=0.0)
     scale = ROUTE_SCALE * tl.load(gate_scale)
     live = token < tl.load(starts + ROWS)
+    chosen = ROUTED - TOP_K + slot
+    always = (slot >= TOP_K) & taken
     follow()
     logit = tl.load(line + lane, mask=mask, other=0.0)
+    picked = tl.load(line + chosen, mask=always, other=0.0)
     for split in tl.static_range(1, SPLITS):
         logit += tl.load(line + split * TOKENS * EXPERTS + lane, mask=mask, other=0.0)
+        picked += tl.load(line + split * TOKENS * EXPERTS + chosen, mask=always, other=0.0)
     key = choice_keys(logit, bias, mask)
-    chosen, place = ROUTED - TOP_K + slot, tl.zeros((LANES,), tl.int32)
+    place = tl.zeros((LANES,), tl.int32)
     for j in tl.static_range(TOP_K):
         best, key = take_best(key, lane, LANES)
         chosen = tl.where(slot == j, best, chosen)
         place = tl.where(lane == best, j + 1, place)
-    picked = tl.load(line + chosen, mask=taken, other=0.0)  # a reduction for each is slower
-    for split in tl.static_range(1, SPLITS):
-        picked += tl.load(line + split * TOKENS * EXPERTS + chosen, mask=taken, other=0.0)
+    picked = tl.where(always, picked, tl.gather(logit, tl.minimum(chosen, LANES - 1), 0))
     share = shares(picked, taken, scale)
     place = tl.where(live, place, 0).to(tl.int8)
     tl.store(places + token * ROUTED + lane, place, mask=mask)
@@ -161,6 +178,7 @@ def gate_logits(y: Tensor, gate_weight: Tensor) -> Tensor:
     launchable(gate_kernel)[grid](
         y, gate_weight, logits, TOKENS=tokens, EXPERTS=count, DEPTH=depth,
         SPLIT_DEPTH=split_depth, BLOCK_M=gate.tokens, BLOCK_N=gate.experts, BLOCK_K=gate.depth,
+        HELD=gate.tokens == 16 and split_depth <= HELD_BLOCKS * gate.depth,
         num_warps=gate.warps, num_stages=4,
     )  # fmt: skip
     return logits

@@ -19,6 +19,7 @@ def silu(gate):
 
 @triton.jit
 def swiglu_kernel(x, scale, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    factor = tl.load(scale)
     follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -26,7 +27,7 @@ def swiglu_kernel(x, scale, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     first = x + row * 2 * WIDTH + column
     gate = tl.load(first, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(first + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * WIDTH + column, silu(gate) * up * tl.load(scale), mask=mask)
+    tl.store(y + row * WIDTH + column, silu(gate) * up * factor, mask=mask)
 
 
 def swiglu(x: Tensor, scale: Tensor) -> Tensor:
