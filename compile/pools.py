@@ -13,6 +13,7 @@ from inkling_engine.artifacts.spec import Bucket, EngineSpec, LayerKind
 from inkling_engine.kernels import table
 from inkling_engine.kernels._candidates import BUDGET, record_words
 from inkling_engine.kernels._exchange import exchange_words
+from inkling_engine.kernels.draft_metadata.reference import behind
 
 ROW_ALIGNMENT = 64
 MAX_WORLD = 8
@@ -34,6 +35,11 @@ def pool_entries(spec: EngineSpec) -> tuple[TensorEntry, ...]:
 def samples(bucket: Bucket) -> int:
     """Rows of the step's logits: one a request, in a verify step one a token."""
     return bucket.tokens if bucket.drafts else bucket.rows
+
+
+def draft_rows(spec: EngineSpec, bucket: Bucket) -> int:
+    """Packed rows of the draft phase of a step of `bucket`."""
+    return bucket.tokens + bucket.rows * behind(spec.spec_depth, bucket.drafts)
 
 
 def row_entries(spec: EngineSpec, bucket: Bucket) -> tuple[tuple[RowEntry, ...], int]:
@@ -155,6 +161,5 @@ def _largest_part(spec: EngineSpec) -> int:
     hidden, columns = spec.shape.hidden * ITEM_SIZE[spec.dtype], spec.shape.vocab // spec.tp
     sample = max(4 * columns, 8 * record_words(spec.limits.top_logprobs, BUDGET))
     return max(
-        max(hidden * (bucket.tokens + bucket.rows * spec.spec_depth), sample * samples(bucket))
-        for bucket in spec.buckets
+        max(hidden * draft_rows(spec, bucket), sample * samples(bucket)) for bucket in spec.buckets
     )

@@ -18,7 +18,7 @@ from inkling_engine.artifacts.spec import Bucket, EngineSpec
 from inkling_engine.compile.backends import cross
 from inkling_engine.compile.backends.aoti import compile_program, open_program
 from inkling_engine.compile.export import export_step, program_inputs
-from inkling_engine.compile.pools import samples
+from inkling_engine.compile.pools import draft_rows, samples
 from inkling_engine.compile.twin import is_small, prove, reduced
 from inkling_engine.compile.weights import step_weights
 from inkling_engine.compile.worker import Request
@@ -60,7 +60,7 @@ def workspace(spec: EngineSpec, bucket: Bucket) -> int:
     )
     kind = max(shape.full, shape.local, key=lambda kind: kind.heads * kind.extent)
     # relative bias of extend attention: tiles of at most 128 lines, every row's last one short
-    tokens = bucket.tokens + bucket.rows * spec.spec_depth  # of the draft phase
+    tokens = draft_rows(spec, bucket)
     lines = 2 * kind.heads * tokens + 128 * kind.kv_heads * (bucket.rows + 1)
     strips = lines * (kind.extent + 256)
     widest = max(2 * shape.dense_width, experts, 2 * shape.hidden)

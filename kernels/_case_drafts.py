@@ -67,10 +67,10 @@ class Round:
 
     @property
     def recent_tokens(self) -> Tensor:
-        """[slots, K]: the last K tokens before each row, position 0 excepted."""
+        """[slots, K]: the last K - 1 tokens before each row, position 0 excepted."""
         recent = torch.full((SLOTS, self.drafts), GARBAGE, dtype=torch.int32)
         for row in self.live:
-            for position in range(max(1, row.length - self.drafts), row.length):
+            for position in range(max(0, row.length - self.drafts) + 1, row.length):
                 token = (31 * row.slot + 7 * position) % VOCAB
                 recent[row.source or row.slot, position % self.drafts] = token
         return recent

@@ -132,7 +132,7 @@ def compile_cases() -> list[CompileCase]:
         cases += launches(
             f"draft_candidates-tp{world}", draft_candidates, meta(8, columns, **f32),
             meta(129, 200058, **i32), meta(129, 8, **i32), meta(129, 52, **i32),
-            meta(129, 40, **f32), meta(129, 8, **i32), meta(200, **i32), meta(8, **i32),
+            meta(129, 40, **f32), meta(129, 8, **i32), meta(192, **i32), meta(8, **i32),
             meta(9, **i32), meta(8, **i32), meta(8, **i32), 7, 8, 8, 32, meta(8, **i64),
             meta(exchange_words(1 << 20, world), **i64), meta(4, **i64), meta(4, **i32), -1, 110, world,
             200058,

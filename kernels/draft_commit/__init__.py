@@ -4,8 +4,8 @@
 starts[r], K = `drafts`, and act the activation dtype:
 
 * written: draft_hidden [slots, K, H] act: entry p % K = hidden of row p, the last K rows before L;
-  recent_tokens [slots, K] i32: entry q % K = x[q], the last K positions before L but position 0, which
-  no depth reads; request_state [lines, 8] i32: DRAFTS = min(K, DRAFT_LIMIT) where the row emits, else 0
+  recent_tokens [slots, K] i32: entry q % K = x[q], the last K - 1 positions before L but position 0,
+  which no depth reads; request_state [lines, 8] i32: DRAFTS = min(K, DRAFT_LIMIT) where the row emits, else 0
 * read: request_ints; hidden [T', H] act: `draft_gather`'s; ids [T' + R K], slots, lengths (p0), emits
   [R], starts [R + 1], destination_slots, destination_offsets [R, G] i32: `draft_metadata`'s
 

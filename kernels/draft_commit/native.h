@@ -19,11 +19,12 @@ inline void draft_commit(Tensor request_state, Tensor draft_hidden, Tensor recen
       if (slot == 0) continue;
       const int32_t* tokens = data<int32_t>(ids) + begin + row * drafts;  // of position first + 1
       auto keep = [&](int64_t target, int64_t end) {
-        for (int64_t p = std::max<int64_t>(end - drafts, 0); p < end; p++) {
+        int64_t oldest = std::max<int64_t>(end - drafts, 0);
+        for (int64_t p = oldest; p < end; p++) {
           int64_t entry = target * drafts + p % drafts;
           const T* from = data<T>(hidden) + (begin + p - first) * width;
           std::copy_n(from, width, data<T>(draft_hidden) + entry * width);
-          if (p > 0) data<int32_t>(recent_tokens)[entry] = tokens[p - first - 1];
+          if (p > oldest) data<int32_t>(recent_tokens)[entry] = tokens[p - first - 1];
         }
       };
       for (int64_t cell = row * destinations; cell < (row + 1) * destinations; cell++)

@@ -46,8 +46,9 @@ def draft_commit_kernel(
         mask = column < WIDTH
         values = tl.load(hidden + at.to(tl.int64) * WIDTH + column, mask=mask, other=0.0)
         tl.store(draft_hidden + entry * WIDTH + column, values, mask=mask)
-        token = tl.load(ids + at + row * DRAFTS - 1, mask=position > first, other=0)
-        tl.store(recent_tokens + entry, token, mask=position > first)
+        known = (position > first) & (k < DRAFTS - 1)
+        token = tl.load(ids + at + row * DRAFTS - 1, mask=known, other=0)
+        tl.store(recent_tokens + entry, token, mask=known)
 
 
 def draft_commit(
@@ -79,7 +80,7 @@ def draft_commit(
 def compile_cases() -> list[CompileCase]:
     """Verify and extend steps of inkling-small with 8 rows and 8 drafts."""
     i32, cases = {"dtype": torch.int32}, []
-    for packed, destinations in ((136, 1), (2112, 8)):
+    for packed, destinations in ((128, 1), (2112, 8)):
         cases += launches(
             f"draft_commit-{packed}", draft_commit, meta(129, 8, **i32), meta(257, 8, 4096),
             meta(257, 8, **i32), meta(129, 52, **i32), meta(packed, 4096),

@@ -54,6 +54,6 @@ def compile_cases() -> list[CompileCase]:
     """A verify step of inkling-small: 8 rows, 8 drafts."""
     i32 = {"dtype": torch.int32}
     return launches(
-        "draft_gather", draft_gather, meta(72, 4096), meta(257, 8, 4096), meta(136, **i32),
-        meta(136, **i32), meta(8, **i32), meta(9, **i32),
+        "draft_gather", draft_gather, meta(72, 4096), meta(257, 8, 4096), meta(128, **i32),
+        meta(128, **i32), meta(8, **i32), meta(9, **i32),
     )  # fmt: skip

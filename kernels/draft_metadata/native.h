@@ -49,14 +49,15 @@ inline drafting::Outputs draft_metadata(
   int64_t tokens = step_tokens.size(0), rows = slots.size(0), destinations = destination_slots.size(1);
   std::vector<Tensor> t;
   t.reserve(15);
-  drafting::Phase phase = drafting::make_phase(t, tokens + rows * drafts, rows, destinations, drafts);
+  int64_t behind = most ? drafts - 1 : drafts;  // rows of a request that are run again
+  drafting::Phase phase = drafting::make_phase(t, tokens + rows * behind, rows, destinations, drafts);
   const int32_t *bounds = data<int32_t>(starts), *fed = data<int32_t>(step_tokens);
   for (int64_t row = 0; row < rows; row++) {
     int64_t slot = data<int32_t>(slots)[row], begin = phase.starts[row];
     phase.starts[row + 1] = begin;
     if (slot == 0) continue;
     const int32_t* state = states[slot];
-    int64_t known = data<int32_t>(lengths)[row], first = std::max<int64_t>(known - drafts, 0);
+    int64_t known = data<int32_t>(lengths)[row], first = std::max<int64_t>(known - behind, 0);
     int64_t end = state[table::LENGTH], source = data<int32_t>(sources)[row];
     bool sampled = data<int32_t>(emits)[most ? bounds[row] : row] != 0;
     phase.starts[row + 1] = begin + end - first;

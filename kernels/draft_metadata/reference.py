@@ -29,9 +29,16 @@ class DraftMeta(NamedTuple):
     emits: Tensor
 
 
-def empty_meta(like: Tensor, tokens: int, rows: int, destinations: int, drafts: int) -> DraftMeta:
+def behind(drafts: int, most: int) -> int:
+    """How many rows behind a request's tokens are run again; see the package docstring."""
+    return drafts - 1 if most else drafts
+
+
+def empty_meta(
+    like: Tensor, tokens: int, rows: int, destinations: int, drafts: int, most: int
+) -> DraftMeta:
     """The outputs' shapes and dtypes, zeroed, on the device of `like`."""
-    packed = tokens + rows * drafts
+    packed = tokens + rows * behind(drafts, most)
 
     def ints(*shape: int) -> Tensor:
         return like.new_zeros(shape, dtype=torch.int32)
@@ -71,13 +78,13 @@ def draft_metadata(
 ) -> DraftMeta:
     """Resolve a draft phase; see the package docstring."""
     rows, destinations = destination_slots.shape
-    meta = empty_meta(slots, len(step_tokens), rows, destinations, drafts)
+    meta = empty_meta(slots, len(step_tokens), rows, destinations, drafts, most)
     for row, slot in enumerate(slots.tolist()):
         meta.starts[row + 1] = meta.starts[row]
         if slot == 0:
             continue
         state, known = request_state[slot], int(lengths[row])
-        first, end = max(0, known - drafts), int(state[table.LENGTH])
+        first, end = max(0, known - behind(drafts, most)), int(state[table.LENGTH])
         begin, stop = int(meta.starts[row]), int(meta.starts[row]) + end - first
         meta.starts[row + 1], meta.slots[row], meta.sources[row] = stop, slot, sources[row]
         meta.lengths[row], meta.kv_lengths[row] = first, first + drafts

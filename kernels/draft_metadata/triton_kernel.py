@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inkling_engine.kernels import table
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
+from inkling_engine.kernels.draft_metadata.reference import behind
 from inkling_engine.kernels.step_metadata.triton_kernel import location
 
 BLOCK = 256
@@ -29,7 +30,7 @@ def row_of(index, upto, ROWS: tl.constexpr):
 def fill_ids(
     first, upto, request_state, recent_tokens, step_tokens, slots, sources, starts, lengths,
     sampled_rows, ids, draft_starts, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, DRAFTS: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entries first .. first + BLOCK of ids; each row has DRAFTS more of them than tokens."""
     entry = first + tl.arange(0, BLOCK)
@@ -41,7 +42,7 @@ def fill_ids(
     live = within & (slot > 0)
     known = tl.load(lengths + row, mask=live, other=0)
     begin = tl.load(draft_starts + row, mask=live, other=0) + row * DRAFTS
-    position = tl.maximum(known - DRAFTS, 0) + 1 + entry - begin
+    position = tl.maximum(known - BEHIND, 0) + 1 + entry - begin
     state = request_state + slot.to(tl.int64) * STATE_WIDTH
     end = tl.load(state + LENGTH, mask=live, other=0)
     source = tl.load(sources + row, mask=live, other=0)
@@ -54,26 +55,26 @@ def fill_ids(
     is_last = live & (position == end)
     is_last = is_last & (tl.load(sampled_rows + row, mask=is_last, other=0) != 0)
     token = tl.where(is_last, tl.load(state + LAST_TOKEN, mask=is_last, other=0), token)
-    tl.store(ids + entry, token, mask=entry < TOKENS + 2 * ROWS * DRAFTS)
+    tl.store(ids + entry, token, mask=entry < TOKENS + ROWS * (BEHIND + DRAFTS))
 
 
 @triton.jit
 def place_rows(
     first, upto, full_table, window_table, slots, starts, lengths, draft_starts, token_rows,
     positions, hidden_rows, full_locations, window_locations, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, DRAFTS: tl.constexpr, FULL_WIDTH: tl.constexpr, RING: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, DRAFTS: tl.constexpr, BEHIND: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    RING: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. first + BLOCK of the phase."""
     t = first + tl.arange(0, BLOCK)
-    within = t < TOKENS + ROWS * DRAFTS
+    within = t < TOKENS + ROWS * BEHIND
     row = row_of(t, upto, ROWS)
     live = within & (row < ROWS)
     row = tl.where(live, row, 0)
     slot = tl.load(slots + row, mask=live, other=0)
     known = tl.load(lengths + row, mask=live, other=0)
     offset = t - tl.load(draft_starts + row, mask=live, other=0)
-    position = tl.where(live, tl.maximum(known - DRAFTS, 0) + offset, 0)
+    position = tl.where(live, tl.maximum(known - BEHIND, 0) + offset, 0)
     packed = tl.load(starts + row, mask=live, other=0) + position - known
     hidden = tl.where(position < known, TOKENS + position % DRAFTS, packed)
     tl.store(token_rows + t, row, mask=within)
@@ -92,9 +93,10 @@ def draft_metadata_kernel(
     hidden_rows, full_locations, window_locations, draft_slots, draft_sources, draft_starts,
     draft_lengths, kv_lengths, draft_destination_slots, draft_destination_offsets, frontier_rows,
     draft_emits, sampled_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
-    SLOTS: tl.constexpr, DRAFTS: tl.constexpr, VERIFY: tl.constexpr, FULL_WIDTH: tl.constexpr,
-    RING: tl.constexpr, PAGE_SIZE: tl.constexpr, DESTINATIONS: tl.constexpr,
-    ROW_LANES: tl.constexpr, DESTINATION_LANES: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, DRAFTS: tl.constexpr, BEHIND: tl.constexpr, VERIFY: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, RING: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DESTINATIONS: tl.constexpr, ROW_LANES: tl.constexpr, DESTINATION_LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     follow()
     row = tl.arange(0, ROW_LANES)
@@ -105,7 +107,7 @@ def draft_metadata_kernel(
     state = request_state + slot.to(tl.int64) * STATE_WIDTH
     end = tl.load(state + LENGTH, mask=live, other=0)
     finish = tl.load(state + FINISH, mask=live, other=1)
-    begin = tl.maximum(known - DRAFTS, 0)
+    begin = tl.maximum(known - BEHIND, 0)
     own = tl.where(live, end - begin, 0)
     upto = tl.cumsum(own, axis=0)
     at = row
@@ -133,15 +135,15 @@ def draft_metadata_kernel(
     offset = tl.where(passed, boundary - DRAFTS - begin[:, None], 0)
     tl.store(draft_destination_offsets + cell, offset, mask=mask)
     tl.debug_barrier()  # what other threads wrote of the rows is read now
-    for first in range(0, TOKENS + 2 * ROWS * DRAFTS, BLOCK):
+    for first in range(0, TOKENS + ROWS * (BEHIND + DRAFTS), BLOCK):
         fill_ids(
             first, upto, request_state, recent_tokens, step_tokens, draft_slots, sources, starts,
-            lengths, sampled_rows, ids, draft_starts, TOKENS, ROWS, SLOTS, DRAFTS, BLOCK,
+            lengths, sampled_rows, ids, draft_starts, TOKENS, ROWS, SLOTS, DRAFTS, BEHIND, BLOCK,
         )  # fmt: skip
         place_rows(
             first, upto, full_table, window_table, draft_slots, starts, lengths, draft_starts,
             token_rows, positions, hidden_rows, full_locations, window_locations, TOKENS, ROWS,
-            DRAFTS, FULL_WIDTH, RING, PAGE_SIZE, BLOCK,
+            DRAFTS, BEHIND, FULL_WIDTH, RING, PAGE_SIZE, BLOCK,
         )  # fmt: skip
 
 
@@ -164,16 +166,17 @@ def draft_metadata(
 ) -> tuple[Tensor, ...]:
     """Resolve a draft phase; see the package docstring."""
     tokens, (rows, destinations) = step_tokens.shape[0], destination_slots.shape
-    results = _results(slots, rows, tokens + rows * drafts, destinations, drafts)
+    again = behind(drafts, most)
+    results = _results(slots, rows, tokens + rows * again, destinations, drafts)
     launchable(draft_metadata_kernel)[(1,)](
         request_state, full_table, window_table, recent_tokens, step_tokens, slots, sources,
         starts, lengths, destination_slots, destination_offsets, emits, *results,
         slots.new_empty(rows), TOKENS=tokens, ROWS=rows, LINES=request_state.shape[0],
-        SLOTS=recent_tokens.shape[0], DRAFTS=drafts, VERIFY=most > 0,
+        SLOTS=recent_tokens.shape[0], DRAFTS=drafts, BEHIND=again, VERIFY=most > 0,
         FULL_WIDTH=full_table.shape[1], RING=window_table.shape[1], PAGE_SIZE=page_size,
         DESTINATIONS=destinations, ROW_LANES=triton.next_power_of_2(rows),
         DESTINATION_LANES=triton.next_power_of_2(destinations),
-        BLOCK=min(BLOCK, triton.next_power_of_2(tokens + 2 * rows * drafts)), num_warps=8,
+        BLOCK=min(BLOCK, triton.next_power_of_2(tokens + rows * (again + drafts))), num_warps=8,
     )  # fmt: skip
     return results
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inkling_engine.artifacts.spec import Bucket, EngineSpec
 from inkling_engine.compile.models.inkling.calls import Calls
+from inkling_engine.compile.pools import draft_rows
 from inkling_engine.compile.steps import draft_phase, target_phase
 from inkling_engine.kernels.step_metadata import StepMeta
 
@@ -31,7 +32,7 @@ def round_floor(
     weights, its keys and values and the head's rows of the draft vocabulary, once."""
     shape, rows = spec.shape, bucket.rows
     read, work = step_floor(shape, bucket, context, hit, item)
-    phase = rows * (bucket.drafts + 1 + bucket.drafts)
+    phase = draft_rows(spec, bucket)
     for depth in range(spec.spec_depth):
         kind = shape.draft_kind(depth)
         keys = min(context, kind.window) if kind.window else context

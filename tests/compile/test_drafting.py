@@ -247,9 +247,9 @@ def test_attributes_of_the_depths_come_from_the_shape() -> None:
     listed = [op for op in drafting if op.startswith("attention")]
     window = SHAPE.local.window
     assert [op for op in listed if "prologue" not in op] == [
-        f"attention_verify(layer=0, window={window}, first=3, most=7)",
-        f"attention_verify(layer=1, window={window}, first=3, most=7)",
-        "attention_verify(layer=0, window=0, first=3, most=7)",
+        f"attention_verify(layer=0, window={window}, first=3, most=6)",
+        f"attention_verify(layer=1, window={window}, first=3, most=6)",
+        "attention_verify(layer=0, window=0, first=3, most=6)",
     ]
     assert all("log_floor=0," in op for op in listed if "prologue" in op)
     assert drafting[0] == "draft_metadata(page_size=4, drafts=3, most=4)"

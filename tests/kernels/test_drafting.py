@@ -21,7 +21,7 @@ from inkling_engine.kernels import table
 from inkling_engine.kernels._op import Op, use_references
 from inkling_engine.kernels.draft_commit import draft_commit
 from inkling_engine.kernels.draft_gather import draft_gather
-from inkling_engine.kernels.draft_metadata import draft_metadata
+from inkling_engine.kernels.draft_metadata import draft_metadata, reference
 from inkling_engine.kernels.draft_sample import draft_sample
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -90,7 +90,7 @@ def run_chunks(draw: Draw, drafts: int, chunks: list[int]) -> None:
     """A prompt in chunks, and another request that goes on behind its last snapshot."""
     grid, prompt = 9, history(Draw(length=sum(chunks) - 1, seed=draw.seed))
     batch = DraftBatch([draw, draw], drafts, grid)
-    batch.known = [[], []]
+    batch.known, batch.read = [[], []], [{}, {}]
     snapshots = FIRST_SNAPSHOT + WAITING
     batch.tables["snapshot_slots"][1, :] = batch.tables["snapshot_slots"].new_tensor(
         [snapshots + j for j in range(WAITING)]
@@ -106,6 +106,8 @@ def run_chunks(draw: Draw, drafts: int, chunks: list[int]) -> None:
         batch.check_memory(source, prompt[:boundary])
         batch.tables["request_state"][2, table.LENGTH] = boundary
         batch.known[1] = prompt[:boundary]
+        rows = batch.read[0].items()
+        batch.read[1] = {at: token for at, token in rows if at[1] < boundary - drafts}
         fed = Fed({2: prompt[boundary:]}, {2: source}, frozenset({2}))
         batch.round(verify=False, fed=fed)
         assert batch.known[0] == batch.known[1]
@@ -128,6 +130,19 @@ def test_chunks_and_prefix_hits_draft_as_one_run(mode: Callable[[], nullcontext[
 def stale_rows(call: Callable[..., Any], a: dict[str, Any]) -> Any:
     """Rows behind the frontier are not run again."""
     return call(a | {"lengths": a["lengths"] + a["drafts"] * (a["slots"] > 0).int()})
+
+
+def fewer_again(verify: int, extend: int) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
+    """So many rows fewer are run again."""
+
+    def stale_row(call: Callable[..., Any], a: dict[str, Any]) -> Any:
+        right = reference.behind
+        again = lambda drafts, most: right(drafts, most) - (verify if most else extend)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "behind", again)
+            return call(a)
+
+    return stale_row
 
 
 def restless_rows(call: Callable[..., Any], a: dict[str, Any]) -> Any:
@@ -161,6 +176,8 @@ def own_stash(call: Callable[..., Any], a: dict[str, Any]) -> Any:
 
 FAULTS = [
     (draft_metadata, stale_rows),
+    (draft_metadata, fewer_again(1, 0)),
+    (draft_metadata, fewer_again(0, 1)),
     (draft_metadata, restless_rows),
     (draft_metadata, own_stash),
     (draft_gather, own_stash),

@@ -31,28 +31,37 @@ def hidden_state(tokens: Sequence[int]) -> Tensor:
 
 @dataclass
 class DraftBatch(Batch):
-    """A batch that drafts after each step; `known` are its requests' tokens, roots included."""
+    """A batch that drafts after each step; `known` are its requests' tokens, roots included, `read` the
+    token that each depth has read in each row last."""
 
     known: list[list[int]] = field(init=False)
+    read: list[dict[tuple[int, int], int]] = field(init=False)
     stash: Tensor = field(init=False)
     recent: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.known = [history(draw) for draw in self.draws]
+        self.read = [self.final_rows(known) for known in self.known]
         self.stash = torch.full((SLOTS, self.drafts, HIDDEN), torch.nan)
         self.recent = torch.full((SLOTS, self.drafts), 10**6, dtype=torch.int32)
         for slot, draw in enumerate(self.draws, start=1):
             self._keep(slot, self.known[slot - 1][: draw.length])
 
+    def final_rows(self, tokens: list[int]) -> dict[tuple[int, int], int]:
+        """What each depth has read where `tokens` are known, of (depth, row)."""
+        depths = range(self.drafts)
+        rows = ((depth, row) for depth in depths for row in range(len(tokens) - 1 - depth))
+        return {(depth, row): tokens[row + 1 + depth] for depth, row in rows}
+
     def _keep(self, slot: int, tokens: list[int]) -> None:
         """Let a slot remember `tokens` as a draft phase leaves them."""
-        for position in range(max(0, len(tokens) - self.drafts), len(tokens)):
+        oldest = max(0, len(tokens) - self.drafts)
+        for position in range(oldest, len(tokens)):
             entry = slot, position % self.drafts
-            self.stash[entry], self.recent[entry] = (
-                hidden_state(tokens[: position + 1]),
-                tokens[position],
-            )
+            self.stash[entry] = hidden_state(tokens[: position + 1])
+            if position > oldest:
+                self.recent[entry] = tokens[position]
 
     def round(self, verify: bool = True, fed: Fed | None = None) -> None:
         """A step and its draft phase; all that is told by the tokens is checked."""
@@ -96,7 +105,6 @@ class DraftBatch(Batch):
             for row in phase.emits.nonzero().flatten().tolist():
                 guesses[row].append(int(t["draft_tokens"][int(phase.slots[row]), depth]))
         self._check(phase, gathered, guesses)
-        assert phase.lengths.tolist() == [max(0, n - drafts) for n in meta.lengths.tolist()]
         kept = t["request_state"], self.stash, self.recent, t["request_ints"]
         rows = phase.slots, phase.starts, phase.lengths, phase.destination_slots
         draft_commit(
@@ -128,6 +136,9 @@ class DraftBatch(Batch):
                 self._check_place(phase, i, slot, position + self.drafts)
                 ids = phase.ids[i + row * self.drafts :][: self.drafts].tolist()
                 assert ids == told[position + 1 :][: self.drafts], "ids"
+                self.read[slot - 1] |= {(d, position): token for d, token in enumerate(ids)}
+            final = self.final_rows(known[: length + 1])
+            assert final.items() <= self.read[slot - 1].items(), "a row has read a wrong draft"
             finished = int(self.tables["request_state"][slot, table.FINISH]) != 0
             assert bool(phase.emits[row]) == (len(known) > length and not finished)
             assert int(phase.frontier_rows[row]) == (end - 1) * int(phase.emits[row])
@@ -156,7 +167,9 @@ class DraftBatch(Batch):
 
     def check_memory(self, slot: int, tokens: list[int]) -> None:
         """Assert that a slot or snapshot remembers the end of `tokens`."""
-        for position in range(max(0, len(tokens) - self.drafts), len(tokens)):
+        oldest = max(0, len(tokens) - self.drafts)
+        for position in range(oldest, len(tokens)):
             entry = slot, position % self.drafts
             assert torch.equal(self.stash[entry], hidden_state(tokens[: position + 1])), "stash"
-            assert position == 0 or int(self.recent[entry]) == tokens[position], "recent token"
+            remembered = int(self.recent[entry]) == tokens[position]
+            assert position == oldest or remembered, "recent token"

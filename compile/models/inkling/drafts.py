@@ -20,6 +20,7 @@ from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.draft_input import draft_input
 from inkling_engine.kernels.draft_metadata import DraftMeta
+from inkling_engine.kernels.draft_metadata.reference import behind
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.rmsnorm import rmsnorm
@@ -59,7 +60,8 @@ class DraftDecoder:
         first, meta = self.spec.spec_depth, self.meta
         if not self.most:
             return Attention(attention_extend, meta.kv_lengths, (first,))
-        return Attention(attention_verify, meta.kv_lengths, (first, self.most + first))
+        most = self.most + behind(first, self.most)
+        return Attention(attention_verify, meta.kv_lengths, (first, most))
 
     def _depth(self, blocks: Blocks, hidden_TH: Tensor, depth: int) -> Tensor:
         w, shape, scope = self.weights, self.spec.shape, f"drafts.{depth}."
