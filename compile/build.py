@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from inkling_engine.artifacts import store
-from inkling_engine.artifacts.child import module_command
+from inkling_engine.artifacts.child import how_it_ended, module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, engine_digest
 from inkling_engine.artifacts.errors import (
@@ -281,16 +281,11 @@ def _verify(state: Build) -> None:
 def _unproved(state: Build, done: subprocess.CompletedProcess[str]) -> UserError:
     """Why `verify` failed. If that says nothing about the engine, the next build goes on with it."""
     expected, again = "an engine that verifies", "build again: it goes on with verify"
-    last = "".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
+    found = how_it_ended(done.returncode, done.stderr.strip() or done.stdout)
     if done.returncode < 0:
-        found, remedy = (
-            f"killed by signal {-done.returncode}",
-            f"{again}, unless {state.work} is gone",
-        )
-        return FailedError("verify", found, expected, remedy)
-    kind, line = OUTSIDE.get(done.returncode), USER_ERROR.fullmatch(last)
+        return FailedError("verify", found, expected, f"{again}, unless {state.work} is gone")
+    kind, line = OUTSIDE.get(done.returncode), USER_ERROR.fullmatch(found)
     if kind and line:
         return kind(f"verify: {line[1]}", line[2], line[3], f"{line[4]}; then {again}")
     shutil.rmtree(state.work)
-    found = last.removeprefix("error: ") or f"exit code {done.returncode}"
-    return FailedError("verify", found, expected, "report this")
+    return FailedError("verify", found.removeprefix("error: "), expected, "report this")

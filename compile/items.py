@@ -17,7 +17,7 @@ import msgspec
 import platformdirs
 import torch
 
-from inkling_engine.artifacts.child import module_command
+from inkling_engine.artifacts.child import how_it_ended, module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.digest import Identity, digest
 from inkling_engine.artifacts.errors import FailedError
@@ -188,6 +188,5 @@ def _run_worker(name: str, request: Path, spec: EngineSpec, compiler_folder: Pat
     finally:
         _workers.discard(worker)
     if worker.returncode:
-        lines = printed.strip().splitlines() if worker.returncode > 0 else []
-        last = (lines or [f"exit code {worker.returncode}"])[-1]
-        raise FailedError(f"program {name}", last, "a program that passes its gates", "see above")
+        found = how_it_ended(worker.returncode, printed)
+        raise FailedError(f"program {name}", found, "a program that passes its gates", "see above")

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from inkling_engine.artifacts.child import module_command
+from inkling_engine.artifacts.child import how_it_ended, module_command
 from inkling_engine.artifacts.errors import FailedError
 from inkling_engine.artifacts.layout import program_file, program_name
 from inkling_engine.artifacts.manifest import ProgramEntry, TensorEntry
@@ -90,8 +90,8 @@ def _lower_aside(spec: EngineSpec, bucket: Bucket, package: Path) -> ProgramEntr
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        found = next((line for line in lines if "error:" in line), lines[-1])  # a compiler's first
+        first = (line for line in done.stderr.splitlines() if "error:" in line)  # a compiler's
+        found = next(first, how_it_ended(done.returncode, done.stderr))
         raise FailedError(f"lowering {program_name(bucket)}", found, "a program", "see the line")
     return msgspec.json.decode(entry.read_bytes(), type=ProgramEntry)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from inkling_engine.artifacts.child import module_command
+from inkling_engine.artifacts.child import how_it_ended, module_command
 from inkling_engine.artifacts.compat import Environment
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.errors import FailedError, IncompatibleError
@@ -81,14 +80,10 @@ def finish(process: subprocess.Popen[str], folder: Path) -> None:
         stop(process)
         found = f"still running after {_TIMEOUT:g} s"
         raise FailedError(f"probe of {folder}", found, "programs that load", remedy) from None
-    if process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
-        raise IncompatibleError(
-            f"probe of {folder}", f"killed by {name}", "programs that load", remedy
-        )
-    if process.returncode:
-        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-        raise FailedError(f"probe of {folder}", lines[-1], "programs that load", remedy)
+    if code := process.returncode:
+        kind = IncompatibleError if code < 0 else FailedError
+        found = how_it_ended(code, errors)
+        raise kind(f"probe of {folder}", found, "programs that load", remedy)
 
 
 def stop(process: subprocess.Popen[str]) -> None:

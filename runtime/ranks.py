@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from torch import Tensor
 
-from inkling_engine.artifacts.child import module_command
+from inkling_engine.artifacts.child import how_it_ended, module_command
 from inkling_engine.artifacts.manifest import Manifest
 from inkling_engine.runtime.capture import CapturedGraphs
 from inkling_engine.runtime.errors import FailedError, UserError
@@ -310,7 +309,7 @@ def _exit_status(process: subprocess.Popen[bytes] | None) -> str:
         code = process.wait(_GRACE)
     except subprocess.TimeoutExpired:
         return "no word from it"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return how_it_ended(code)
 
 
 def _end(

@@ -153,7 +153,7 @@ def fake_items(monkeypatch: pytest.MonkeyPatch, engine: Path) -> list[str]:
     ("script", "found"),
     [
         ("echo noise >&2; echo 'error: gate twin: off' >&2; exit 1", "error: gate twin: off"),
-        ("echo noise >&2; kill -9 $$", "exit code -9"),
+        ("echo noise >&2; kill -9 $$", "killed by SIGKILL"),
         ("exit 3", "exit code 3"),
     ],
 )
@@ -255,7 +255,7 @@ AGAIN = "build again: it goes on with verify"
         (
             -9,
             "",
-            f"verify: found killed by signal 9; expected an engine that verifies; {AGAIN}",
+            f"verify: found killed by SIGKILL; expected an engine that verifies; {AGAIN}",
             True,
         ),
         (
