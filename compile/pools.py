@@ -12,8 +12,8 @@ from inkling_engine.artifacts.manifest import DType, RowEntry, TensorEntry
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, LayerKind
 from inkling_engine.kernels import table
 from inkling_engine.kernels._candidates import BUDGET, record_words
+from inkling_engine.kernels._draft_rows import behind
 from inkling_engine.kernels._exchange import exchange_words
-from inkling_engine.kernels.draft_metadata.reference import behind
 
 ROW_ALIGNMENT = 64
 MAX_WORLD = 8

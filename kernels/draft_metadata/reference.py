@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels._draft_rows import behind
 from inkling_engine.kernels.step_metadata.reference import locations
 
 
@@ -27,11 +28,6 @@ class DraftMeta(NamedTuple):
     destination_offsets: Tensor
     frontier_rows: Tensor
     emits: Tensor
-
-
-def behind(drafts: int, most: int) -> int:
-    """How many rows behind a request's tokens are run again; see the package docstring."""
-    return drafts - 1 if most else drafts
 
 
 def empty_meta(

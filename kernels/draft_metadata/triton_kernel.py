@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels._draft_rows import behind
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
-from inkling_engine.kernels.draft_metadata.reference import behind
 from inkling_engine.kernels.step_metadata.triton_kernel import location
 
 BLOCK = 256

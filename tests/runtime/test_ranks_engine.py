@@ -138,9 +138,9 @@ from inkling_engine.kernels._exchange import LIMIT
 from inkling_engine.runtime import Engine, SamplingParams
 with Engine.load(sys.argv[1]) as engine:
     for block in engine.pool.seat.blocks.all.values():
-        block[LIMIT] = 500
+        block[LIMIT] = 1500
     print(*(process.pid for process in engine.pool.seat.processes.values()), flush=True)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 6
     while time.monotonic() < until:
         engine.generate([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
 """
@@ -156,7 +156,7 @@ def test_ranks_that_were_all_suspended_go_on(four_rank_engine: Path) -> None:
         for signum in (signal.SIGSTOP, signal.SIGCONT):
             for pid in ranks:
                 os.kill(pid, signum)
-            time.sleep(2)
+            time.sleep(2.5)
         assert lead.wait() == 0, lead.stderr.read()
 
 

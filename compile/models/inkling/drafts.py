@@ -16,11 +16,11 @@ from torch import Tensor
 from inkling_engine.artifacts.spec import EngineSpec
 from inkling_engine.compile.models.inkling.block import Attention, Blocks, Place, exchange
 from inkling_engine.compile.models.inkling.calls import Calls
+from inkling_engine.kernels._draft_rows import behind
 from inkling_engine.kernels.attention_extend import attention_extend
 from inkling_engine.kernels.attention_verify import attention_verify
 from inkling_engine.kernels.draft_input import draft_input
 from inkling_engine.kernels.draft_metadata import DraftMeta
-from inkling_engine.kernels.draft_metadata.reference import behind
 from inkling_engine.kernels.head import head
 from inkling_engine.kernels.linear import linear
 from inkling_engine.kernels.rmsnorm import rmsnorm
