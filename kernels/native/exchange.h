@@ -37,10 +37,10 @@ class Exchange {
   std::vector<const T*> publish() const {
     flag(block_, CONTROL).store(sequence_, std::memory_order_release);
     std::vector<const T*> parts(world_);
-    Clock::time_point start = Clock::now();
+    Wait wait;
     for (int64_t r = 0; r < world_; r++) {
       int64_t* peer = r == own_ ? block_ : reinterpret_cast<int64_t*>(peers_[r]);
-      if (peer != nullptr && arrived(peer, r, start)) parts[r] = reinterpret_cast<const T*>(peer + offset());
+      if (peer != nullptr && arrived(peer, r, wait)) parts[r] = reinterpret_cast<const T*>(peer + offset());
     }
     return parts;
   }
@@ -48,22 +48,26 @@ class Exchange {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // When a call began to wait, and when it last looked at the clock, whichever rank it waits for.
+  struct Wait {
+    Clock::time_point start = Clock::now(), last = start;
+  };
+
   int64_t offset() const { return HEADER + (sequence_ & 1) * half_; }
 
   static std::atomic_ref<int64_t> flag(int64_t* block, int64_t word) { return std::atomic_ref(block[word]); }
 
   // Waits for a rank's flag; false, and noted, when time is over.
   // Time in which this rank did not look, as when all are suspended, does not count.
-  bool arrived(int64_t* peer, int64_t r, Clock::time_point& start) const {
-    Clock::time_point last = Clock::now();
+  bool arrived(int64_t* peer, int64_t r, Wait& wait) const {
     for (int64_t tries = 0; flag(peer, CONTROL).load(std::memory_order_acquire) < sequence_; tries++) {
       if (block_[ERROR] != 0) return false;
       if (tries % 64 == 63) {
         int64_t limit = block_[LIMIT] != 0 ? block_[LIMIT] : LIMIT_MS;
         Clock::time_point now = Clock::now();
-        if (now - last > std::chrono::milliseconds(PAUSE_MS)) start += now - last;
-        if (now - start > std::chrono::milliseconds(limit)) block_[ERROR] = 1 + r;
-        last = now;
+        if (now - wait.last > std::chrono::milliseconds(PAUSE_MS)) wait.start += now - wait.last;
+        if (now - wait.start > std::chrono::milliseconds(limit)) block_[ERROR] = 1 + r;
+        wait.last = now;
       }
       if (tries % 1024 == 1023) note_dead();
       if (tries > 64) std::this_thread::yield();
