@@ -18,6 +18,7 @@ from support.rounds import FIRST_SNAPSHOT, VOCAB, WAITING, Draw, Fed, altered, h
 from torch import Tensor
 
 from inkling_engine.kernels import table
+from inkling_engine.kernels._draft_rows import behind
 from inkling_engine.kernels._op import Op, use_references
 from inkling_engine.kernels.draft_commit import draft_commit
 from inkling_engine.kernels.draft_gather import draft_gather
@@ -136,8 +137,7 @@ def fewer_again(verify: int, extend: int) -> Callable[[Callable[..., Any], dict[
     """So many rows fewer are run again."""
 
     def stale_row(call: Callable[..., Any], a: dict[str, Any]) -> Any:
-        right = reference.behind
-        again = lambda drafts, most: right(drafts, most) - (verify if most else extend)
+        again = lambda drafts, most: behind(drafts, most) - (verify if most else extend)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "behind", again)
             return call(a)
