@@ -165,16 +165,21 @@ class Part:
 
     def _write_owner(self, data: bytes) -> None:
         new = Path(f"{self._owner}.new")
-        try:
-            with new.open("wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            new.rename(self._owner)
-        except OSError:
-            _remove(new)
-            raise
+        with taking_name(new, self._owner):
+            new.write_bytes(data)
+            sync(new)
         sync(self._owner.parent)
+
+
+@contextmanager
+def taking_name(new: Path, path: Path) -> Iterator[None]:
+    """Give the file `new`, which the block writes, the name of `path`; after an OSError it is gone."""
+    try:
+        yield
+        new.replace(path)
+    except OSError:
+        _remove(new)
+        raise
 
 
 @contextmanager

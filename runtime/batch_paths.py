@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 
 from inkling_engine.artifacts.errors import FailedError, UsageError
-from inkling_engine.runtime.batch_output import owner_of, part_of
+from inkling_engine.runtime.batch_output import owner_of, part_of, taking_name
 
 
 def require_apart(source: Path, output: Path, more: Mapping[str, Path | None]) -> None:
@@ -51,12 +51,8 @@ def write_summary(path: Path, text: str) -> None:
         if _is_device(path) or not os.access(target.parent, os.W_OK):
             path.write_text(text)
             return
-        try:
+        with taking_name(new, target):
             new.write_text(text)
-            new.replace(target)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
     except OSError as error:
         remedy = "the answers are there; make room before the next job"
         raise FailedError("--summary", str(error), "a file to write", remedy) from None

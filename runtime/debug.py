@@ -202,7 +202,7 @@ def _draft_state(engine: Engine, sequence: Sequence) -> Iterator[Tensor]:
             yield ring[:, kept % ring.shape[1]]
     yield from _visible(engine, sequence, "kv_draft_", depth, length)
     yield tensors["draft_hidden"][slot, again % depth]
-    yield tensors["recent_tokens"][slot, again[again > max(0, length - depth)] % depth]
+    yield tensors["recent_tokens"][slot, again[1:] % depth]
     yield tensors["request_state"][slot, table.DRAFTS]
     yield tensors["draft_tokens"][slot, : int(tensors["request_state"][slot, table.DRAFTS])]
 

@@ -35,7 +35,7 @@ def draft_commit(
         for target, end in ends.items():
             rows = torch.arange(max(0, end - drafts), end)
             draft_hidden[target, rows % drafts] = hidden[begin + rows - first]
-            known = rows[rows > max(0, end - drafts)]
+            known = rows[1:]
             tokens = ids[begin + row * drafts + known - first - 1]
             recent_tokens[target, known % drafts] = tokens
         limit = min(drafts, int(request_ints[slot, table.DRAFT_LIMIT]))

@@ -411,9 +411,15 @@ def test_batch_summaries_are_whole_or_absent(
     files = ("--input", batch_lines(tmp_path / "in", [30]), "--output", tmp_path / "out")
     (tmp_path / "old").write_text("old")
     (tmp_path / "link").symlink_to("old")
-    full = OSError(errno.ENOSPC, "No space left on device")
+    replace = Path.replace
+
+    def full(new: Path, target: Path) -> Path:
+        if target.name == "old":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(new, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", lambda *_: _raise(full))
+        patch.setattr(Path, "replace", full)
         error = shell.fail(1, "batch", folder, *files, "--summary", tmp_path / "link")
     assert "--summary: found " in error and "No space left" in error
     names = sorted(path.name for path in tmp_path.iterdir() if path.name != "cache")
@@ -424,10 +430,6 @@ def test_batch_summaries_are_whole_or_absent(
     (tmp_path / "out").unlink()
     null = ("--summary", "/dev/null", "--trace", "/dev/null")
     assert shell("batch", folder, *files, *null)[0] == 0
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -266,7 +266,7 @@ def draft_state(rig: Rig, slot: int, length: int) -> Tensors:
     found["kv_draft_window"] = paged(rig, slot, "window", "draft_", seen, length + drafts)
     again = torch.arange(first, length) % drafts
     found["draft_hidden"] = pools["draft_hidden"][slot, again]
-    found["recent_tokens"] = pools["recent_tokens"][slot, torch.arange(first + 1, length) % drafts]
+    found["recent_tokens"] = pools["recent_tokens"][slot, again[1:]]
     found["draft_tokens"] = pools["draft_tokens"][slot].clone()
     state = pools["request_state"][slot]
     found["root"] = state[[table.LENGTH, table.LAST_TOKEN, table.FINISH]]
