@@ -145,6 +145,8 @@ def measure(whole: ModelShape, batch: int, options: argparse.Namespace) -> dict[
         "bf16_difference": difference(ours.prefill(prompts.tolist()), eager.prefill(prompts))
     }
     replay, restore = ours.make_graph()
+    replay()
+    first = ours.logits.clone()
     sides = {"ours": Side(replay, OUR_STEPS, restore), "eager": Side(eager.step, options.steps)}
     if not options.no_compile:
         compiled, tried = compiled_side(model, prompts, options)
@@ -152,6 +154,9 @@ def measure(whole: ModelShape, batch: int, options: argparse.Namespace) -> dict[
         if compiled is not None:
             sides["compiled"] = compiled
     record["ms"] = by_turns(sides, options.blocks)
+    restore()
+    replay()
+    assert torch.equal(ours.logits, first), "our step no longer gives what it gave at first"
     ms = record["ms"]
     record["ratio"] = {name: ms[name] / ms["ours"] for name in ms if name != "ours"}
     return record

@@ -149,6 +149,8 @@ def extend_kernel(
     HEADS: tl.constexpr = KV_HEADS * GROUP
     LINES: tl.constexpr = TOKENS * GROUPS
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if WINDOW == 0:
+        tile = tl.num_programs(0) - 1 - tile  # a row's last tiles see most keys: they begin first
     of = tl.arange(0, ROWS)
     begins = clamp(tl.load(starts + of, of < rows, other=0), 0, tokens)
     counts = clamp(tl.load(starts + of + 1, of < rows, other=0), begins, tokens) - begins
@@ -308,11 +310,16 @@ class Config:
 def configure(
     tokens: int, kv_heads: int, groups: int, capacity: int, window: int, wide: bool
 ) -> Config:
-    """Tiles of 128 lines where they fill the device, else of 64; splits where even those do not."""
+    """Tiles of 128 lines where they fill the device, else of 64; splits where even those do not.
+
+    Two splits at least where one would leave no program for a processor whose tile sees few keys.
+    H200, full attention of 2048 and 4096 tokens that end at 8192: 124 and 175 us, without 129 and 195.
+    """
     full = tokens * groups * kv_heads >= 96 * PROCESSORS
     lines = max(groups, 32 if wide else 128 if full else 64)
     programs = triton.cdiv(tokens * groups, lines) * kv_heads
-    splits = max(1, min(PROCESSORS // programs, triton.cdiv(capacity, 256), 8))
+    splits = max(PROCESSORS // programs, 2 if programs <= PROCESSORS else 1)
+    splits = max(1, min(splits, triton.cdiv(capacity, 256), 8))
     if window:
         splits = 1
     if wide:

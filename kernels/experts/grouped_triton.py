@@ -26,10 +26,10 @@ def tile_of_expert(tiles, place, LANES: tl.constexpr):
 
 @triton.jit
 def group_kernel(
-    places, starts, w13, w2, lists, counts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, UP_ROWS: tl.constexpr,
-    DOWN_ROWS: tl.constexpr,
+    chosen, starts, w13, w2, lists, counts, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr, LANES: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    UP_ROWS: tl.constexpr, DOWN_ROWS: tl.constexpr,
 ):  # fmt: skip
     """lists [ROUTED, TOKENS]: the assignments of an expert, ascending; counts of them.
 
@@ -43,13 +43,16 @@ def group_kernel(
         prefetch_rows(w2, row, 0, EXPERTS * HIDDEN, WIDTH, WIDTH)
     follow()
     live_tokens = tl.minimum(tl.load(starts + ROWS), TOKENS)
-    count = 0
+    slot, count = tl.arange(0, LANES), 0
+    routed = slot < SLOTS - (EXPERTS - ROUTED)
     for first in range(0, TOKENS, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        place = tl.load(places + token * ROUTED + expert, mask=token < live_tokens, other=0)
-        match = (place > 0).to(tl.int32)
+        mask = (token < live_tokens)[:, None] & routed[None, :]
+        choice = tl.load(chosen + token[:, None] * SLOTS + slot[None, :], mask=mask, other=-1)
+        place = tl.max(tl.where(choice == expert, slot[None, :], -1), axis=1)
+        match = (place >= 0).to(tl.int32)
         to = lists + expert.to(tl.int64) * TOKENS + count + tl.cumsum(match, axis=0) - 1
-        tl.store(to, token * SLOTS + tl.minimum(place, SLOTS) - 1, mask=place > 0)
+        tl.store(to, token * SLOTS + place, mask=place >= 0)
         count += tl.sum(match, axis=0)
     tl.store(counts + expert, count)
 

@@ -30,7 +30,7 @@ FEW_BYTES, DOWN_WARPS = 16384, 4  # of weight that a program of `down_few` holds
 DIRECT = 32  # tokens up to which that costs less than a launch
 EXACT = 256  # tokens up to which each expert's row is kept in fp32 until rows are mixed
 MIX_BLOCK = 1024
-SCAN_BLOCK = 4096  # choices that a program of `group` looks at at once
+SCAN_BLOCK = 4096  # tokens whose choices a program of `group` looks at at once
 
 
 @triton.jit
@@ -146,8 +146,9 @@ def grouped(chosen: Tensor, places: Tensor, starts: Tensor, w13: Tensor, w2: Ten
         for rows in (2 * width, hidden)
     )
     launchable(group_kernel)[(routed,)](
-        places, starts, w13, w2, lists, counts, ROWS=sizes["ROWS"], TOKENS=tokens, SLOTS=slots,
-        ROUTED=routed, BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), EXPERTS=count,
+        chosen, starts, w13, w2, lists, counts, ROWS=sizes["ROWS"], TOKENS=tokens, SLOTS=slots,
+        LANES=triton.next_power_of_2(slots), ROUTED=routed,
+        BLOCK=min(SCAN_BLOCK, triton.next_power_of_2(tokens)), EXPERTS=count,
         HIDDEN=hidden, WIDTH=width, AHEAD=tokens <= EXACT, UP_ROWS=up_rows, DOWN_ROWS=down_rows,
         num_warps=8,
     )  # fmt: skip

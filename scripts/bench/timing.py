@@ -63,7 +63,13 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def capture(calls: Iterable[Call], overlap: bool = True) -> torch.cuda.CUDAGraph:
+class Captured(torch.cuda.CUDAGraph):
+    """A graph that keeps its calls alive: it reads their inputs where they were."""
+
+    calls: tuple[Call, ...] = ()
+
+
+def capture(calls: Iterable[Call], overlap: bool = True) -> Captured:
     """One graph of all `calls`, after each has run once: compilation may not fall in a capture.
 
     If `overlap`, launches overlap as an engine's do; otherwise edges are as they were captured.
@@ -75,7 +81,8 @@ def capture(calls: Iterable[Call], overlap: bool = True) -> torch.cuda.CUDAGraph
         for call in calls:
             call()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = Captured(keep_graph=True)
+        graph.calls = calls
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:
                 call()

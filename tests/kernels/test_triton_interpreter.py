@@ -21,6 +21,7 @@ from torch import Tensor
 from inkling_engine.kernels import _triton
 from inkling_engine.kernels._cases import Case
 from inkling_engine.kernels._op import Op
+from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.ops import OPS
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -33,6 +34,7 @@ GROUPS = (
     ("attention_prologue", "boundary"),
     ("draft_metadata", "draft_gather", "draft_input", "draft_sample", "draft_commit"),
 )
+IN_BLOCKS, BLOCK, GROUPED = "--in-blocks", 32, 64  # tokens of a block; cases of more are grouped
 
 
 def test_the_groups_hold_every_op_once() -> None:
@@ -42,14 +44,26 @@ def test_the_groups_hold_every_op_once() -> None:
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
 def test_launches_match_the_references(group: tuple[str, ...]) -> None:
     """The child's last line counts what it compared, so that it cannot pass by running nothing."""
+    cases = sum(len(launch_cases(op)) for op in OPS if op.name in group)
+    assert last_line(*group) == f"{cases} cases"
+
+
+def test_experts_are_grouped_in_blocks_of_tokens() -> None:
+    """More tokens than a program of `group` looks at at once: the cases have fewer."""
+    grouped = [case for case in launch_cases(experts) if len(case.arguments[0]) > GROUPED]
+    assert grouped
+    assert last_line(IN_BLOCKS, "experts") == f"{len(grouped)} cases"
+
+
+def last_line(*arguments: str) -> str:
+    """What a child that interprets says last; it may not fail."""
     tests = Path(__file__).parents[1]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(tests)])
-    command = [sys.executable, __file__, *group]
+    command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    cases = sum(len(launch_cases(op)) for op in OPS if op.name in group)
-    assert done.stdout.splitlines()[-1] == f"{cases} cases"
+    return done.stdout.splitlines()[-1]
 
 
 def compare(op: Op, case: Case) -> None:
@@ -80,9 +94,16 @@ def main(names: list[str]) -> None:
     from support.interpreter import repair_interpreter
 
     repair_interpreter()
+    least = 0
+    if IN_BLOCKS in names:
+        from inkling_engine.kernels.experts import triton_kernel
+
+        triton_kernel.SCAN_BLOCK, least = BLOCK, GROUPED + 1
     compared = 0
     for op in [op for op in OPS if op.name in names]:
         for case in launch_cases(op):
+            if len(case.arguments[0]) < least:
+                continue
             start = time.perf_counter()
             compare(op, case)
             print(f"{op.name} {case.name} {time.perf_counter() - start:.2f} s", flush=True)
