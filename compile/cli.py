@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from inkling_engine.artifacts.errors import UsageError, UserError, misread, unusable
+from inkling_engine.artifacts.errors import UsageError, UserError, misread, show, unusable
 from inkling_engine.artifacts.units import read_size
 from inkling_engine.compile.options import BuildOptions
 
@@ -138,7 +138,7 @@ def _memory(text: str | None) -> int | None:
         return None
     size = int(read_size(str(text)))
     if not size:
-        raise UsageError("--dry-run", repr(text), "a size such as 80G or 64GiB", "correct it")
+        raise UsageError("--dry-run", show(text), "a size such as 80G or 64GiB", "correct it")
     return size
 
 

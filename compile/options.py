@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from inkling_engine.artifacts.compat import cpu_level
-from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 from inkling_engine.artifacts.spec import Bucket, EngineSpec, ModelShape, PoolSizes, StepKind
 
 DType = Literal["float32", "bfloat16"]
@@ -172,7 +172,7 @@ def _numbers(option: str, text: str) -> list[tuple[int, int]]:
         match = BUCKET.fullmatch(item.strip())
         if match is None or int(match[1]) > MOST_TOKENS:
             expected = f"1 to {MOST_TOKENS}, such as 1,2,4 (for extend also TOKENSxROWS)"
-            raise UsageError(option, repr(item), expected, "correct the list")
+            raise UsageError(option, show(item), expected, "correct the list")
         pairs.append((int(match[1]), int(match[2] or 0)))
     return pairs
 

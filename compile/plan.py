@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from inkling_engine.artifacts.errors import UsageError
+from inkling_engine.artifacts.errors import UsageError, show
 from inkling_engine.artifacts.layout import engine_id, program_name
 from inkling_engine.artifacts.spec import EngineSpec, ModelShape
 from inkling_engine.compile.checkpoint import Checkpoint, open_checkpoint, require_shape
@@ -116,7 +116,7 @@ def _require_layers(layers: int, shape: ModelShape, checkpoint: Checkpoint | Non
 
 def _unknown_model(model: str) -> UsageError:
     expected = f"a preset ({', '.join(PRESETS)}) or a checkpoint folder"
-    return UsageError("--model", repr(model), expected, "name one of them")
+    return UsageError("--model", show(model), expected, "name one of them")
 
 
 def _ranks(options: BuildOptions, checkpoint: Checkpoint | None) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Final, NoReturn
 
+from inkling_engine.artifacts.errors import show
 from inkling_engine.runtime.errors import FailedError, IncompatibleError, UsageError, UserError
 
 _PATIENCE: Final = 300.0  # seconds until all processes must have come to their load
@@ -45,7 +46,7 @@ def _number(name: str) -> int:
         return int(os.environ[name])
     except ValueError:
         remedy = f"start it with torchrun, or unset {name}"
-        raise UsageError(name, repr(os.environ[name]), "a number", remedy) from None
+        raise UsageError(name, show(os.environ[name]), "a number", remedy) from None
 
 
 def adopt(world: int) -> dict[int, Connection]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from inkling_engine.artifacts.errors import show
 from inkling_engine.artifacts.units import read_size
 from inkling_engine.runtime.errors import UsageError
 
@@ -26,7 +27,7 @@ def _memory(ctx: click.Context, param: click.Parameter, text: str | None) -> int
     number = read_size(text)
     if not number:
         remedy = "give bytes such as 2G or 2GiB, or a fraction such as 0.5"
-        raise UsageError("--memory", repr(text), "more than nothing, and finite", remedy)
+        raise UsageError("--memory", show(text), "more than nothing, and finite", remedy)
     return number if number <= 1 else int(number)
 
 
@@ -127,14 +128,14 @@ def parse_ids(option: str, text: str, what: str = "token ids") -> list[int]:
     try:
         return [int(item) for item in text.split(",")] if text.strip() else []
     except ValueError:
-        raise UsageError(option, repr(text), f"{what} such as 1,5,7", "correct it") from None
+        raise UsageError(option, show(text), f"{what} such as 1,5,7", "correct it") from None
 
 
 def _parse_object(option: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        found = f"{text[:80]!r} ({error})"
+        found = f"{show(text)} ({error})"
         raise UsageError(option, found, 'a JSON object such as {"42": -1}', "correct it") from None
 
 

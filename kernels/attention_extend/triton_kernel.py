@@ -203,12 +203,10 @@ def extend_kernel(
             (end - near) * BLOCK, REL, RELS, EXTENT, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()
-    inside = (d < DIM)[None, :]
-    at = heads * DIM + d[None, :]
+    inside, at = (d < DIM)[None, :], heads * DIM + d[None, :]
     query = tl.load(q + line * DIM + at, exists & inside, other=0.0)
     table = table_line(page_table, tl.load(slots + row), lines, TABLE)
-    maximum = tl.full((LINES,), -1e30, tl.float32)
-    total = tl.zeros((LINES,), tl.float32)
+    maximum, total = tl.full((LINES,), -1e30, tl.float32), tl.zeros((LINES,), tl.float32)
     output = tl.zeros((LINES, DIMS), tl.float32)
     n = BLOCK - 1 - tl.arange(0, BLOCK)
     SCALE: tl.constexpr = 1.4426950408889634 / DIM

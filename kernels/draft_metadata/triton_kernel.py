@@ -29,7 +29,7 @@ def row_of(index, upto, ROWS: tl.constexpr):
 @triton.jit
 def fill_ids(
     first, upto, request_state, recent_tokens, step_tokens, slots, sources, starts, lengths,
-    sampled_rows, ids, draft_starts, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    sampled_rows, ids, draft_starts, draft_lengths, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, DRAFTS: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entries first .. first + BLOCK of ids; each row has DRAFTS more of them than tokens."""
@@ -42,7 +42,7 @@ def fill_ids(
     live = within & (slot > 0)
     known = tl.load(lengths + row, mask=live, other=0)
     begin = tl.load(draft_starts + row, mask=live, other=0) + row * DRAFTS
-    position = tl.maximum(known - BEHIND, 0) + 1 + entry - begin
+    position = tl.load(draft_lengths + row, mask=live, other=0) + 1 + entry - begin
     state = request_state + slot.to(tl.int64) * STATE_WIDTH
     end = tl.load(state + LENGTH, mask=live, other=0)
     source = tl.load(sources + row, mask=live, other=0)
@@ -60,8 +60,8 @@ def fill_ids(
 
 @triton.jit
 def place_rows(
-    first, upto, full_table, window_table, slots, starts, lengths, draft_starts, token_rows,
-    positions, hidden_rows, full_locations, window_locations, TOKENS: tl.constexpr,
+    first, upto, full_table, window_table, slots, starts, lengths, draft_starts, draft_lengths,
+    token_rows, positions, hidden_rows, full_locations, window_locations, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, DRAFTS: tl.constexpr, BEHIND: tl.constexpr, FULL_WIDTH: tl.constexpr,
     RING: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def place_rows(
     slot = tl.load(slots + row, mask=live, other=0)
     known = tl.load(lengths + row, mask=live, other=0)
     offset = t - tl.load(draft_starts + row, mask=live, other=0)
-    position = tl.where(live, tl.maximum(known - BEHIND, 0) + offset, 0)
+    position = tl.load(draft_lengths + row, mask=live, other=0) + tl.where(live, offset, 0)
     packed = tl.load(starts + row, mask=live, other=0) + position - known
     hidden = tl.where(position < known, TOKENS + position % DRAFTS, packed)
     tl.store(token_rows + t, row, mask=within)
@@ -138,12 +138,13 @@ def draft_metadata_kernel(
     for first in range(0, TOKENS + ROWS * (BEHIND + DRAFTS), BLOCK):
         fill_ids(
             first, upto, request_state, recent_tokens, step_tokens, draft_slots, sources, starts,
-            lengths, sampled_rows, ids, draft_starts, TOKENS, ROWS, SLOTS, DRAFTS, BEHIND, BLOCK,
+            lengths, sampled_rows, ids, draft_starts, draft_lengths, TOKENS, ROWS, SLOTS, DRAFTS,
+            BEHIND, BLOCK,
         )  # fmt: skip
         place_rows(
             first, upto, full_table, window_table, draft_slots, starts, lengths, draft_starts,
-            token_rows, positions, hidden_rows, full_locations, window_locations, TOKENS, ROWS,
-            DRAFTS, BEHIND, FULL_WIDTH, RING, PAGE_SIZE, BLOCK,
+            draft_lengths, token_rows, positions, hidden_rows, full_locations, window_locations,
+            TOKENS, ROWS, DRAFTS, BEHIND, FULL_WIDTH, RING, PAGE_SIZE, BLOCK,
         )  # fmt: skip
 
 
