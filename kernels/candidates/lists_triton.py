@@ -6,54 +6,63 @@ import triton.language as tl
 
 from inkling_engine.kernels import _candidates
 from inkling_engine.kernels._sampling_triton import NOTHING, gumbel, index_of, ranked, value_of
-from inkling_engine.kernels.sample.triton_kernel import (
-    MIN_P,
-    TOP_K,
-    TOP_P,
-    highest_of,
-    threshold,
-    unsigned,
-)
+from inkling_engine.kernels.sample.triton_kernel import MIN_P, TOP_K, TOP_P
 
 CLOSE, EXACT = tl.constexpr(_candidates.CLOSE), tl.constexpr(_candidates.EXACT)
 BROKEN = tl.constexpr(2**63 - 1)  # above any (value, id)
 
 
 @triton.jit
+def highest(keys, GOAL: tl.constexpr):
+    """Which of the distinct `keys` are the GOAL highest; all but NOTHING if there are no more.
+
+    The key of that rank is found bit by bit, until as many are not below what is known of it.
+    """
+    nonnegative = tl.sum((keys >= 0).to(tl.int32), axis=0)
+    enough = nonnegative >= GOAL
+    count = tl.where(enough, nonnegative, tl.sum((keys != NOTHING).to(tl.int32), axis=0))
+    key = tl.where(enough, tl.full((), 0, tl.int64), tl.full((), NOTHING, tl.int64))
+    step = tl.full((), 2**62, tl.int64)
+    while (step > 0) & (count > GOAL):
+        reached = tl.sum((keys >= key + step).to(tl.int32), axis=0)
+        enough = reached >= GOAL
+        key = tl.where(enough, key + step, key)
+        count = tl.where(enough, reached, count)
+        step = step >> 1
+    return (keys >= key) & (keys != NOTHING)
+
+
+@triton.jit
+def list_highest(keys, to, GOAL: tl.constexpr):
+    """Write the GOAL highest of the distinct `keys` to `to`, in no order, and NOTHING where there are
+    none. Returns the lowest of them."""
+    taken = highest(keys, GOAL)
+    place = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+    tl.store(to + place, keys, mask=taken)
+    spare = tl.arange(0, GOAL)
+    tl.store(to + spare, tl.full((GOAL,), NOTHING, tl.int64), mask=spare > tl.max(place, axis=0))
+    return tl.min(tl.where(taken, keys, BROKEN), axis=0)
+
+
+@triton.jit
 def list_candidates(
-    record, raws, logits, scaled, best, first, ids, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr, BUDGET: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    record, raws, logits, listed, first, ids, LISTED: tl.constexpr, LANES: tl.constexpr,
+    BUDGET: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys of a sample's candidates to `record`, in no order, and their raw logits to `raws`;
-    the last one's key, NOTHING if the `ids` from `first` on are no more. All pointers are the sample's."""
-    key, limit = tl.full((), 0, tl.uint32), tl.full((), BUDGET, tl.int32)
-    if COLUMNS > BUDGET:
-        zero = limit.to(tl.float32) * 0.0
-        key, left, _ = threshold(
-            scaled, best, limit.to(tl.float64), zero, zero, key, zero.to(tl.float64), False,
-            COLUMNS, CHUNKS, CHUNK, BLOCK, UNROLL,
-        )  # fmt: skip
-        limit = tl.minimum(left, 1.0 * BUDGET).to(tl.int32)
-    count, tied = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    least = tl.full((), BROKEN, tl.int64)
-    for begin in range(0, COLUMNS, BLOCK):
-        if unsigned(highest_of(best, begin, CHUNKS, CHUNK, BLOCK)) >= key:
-            column = begin + tl.arange(0, BLOCK)
-            there = column < ids
-            value = tl.load(scaled + column, mask=there, other=-float("inf"))
-            found = unsigned(value)
-            tie = (there & (found == key)).to(tl.int32)
-            before = tl.cumsum(tie, axis=0) - tie + tied
-            keep = there & ((found > key) | ((tie != 0) & (before < limit)))
-            place = tl.cumsum(keep.to(tl.int32), axis=0) - 1 + count
-            keep = keep & (place < BUDGET)
-            keys = ranked(value, first + column)
-            tl.store(record + place, keys, mask=keep)
-            tl.store(raws + place, tl.load(logits + column, mask=keep, other=0.0), mask=keep)
-            least = tl.minimum(least, tl.min(tl.where(keep, keys, BROKEN), axis=0))
-            count += tl.sum(keep.to(tl.int32), axis=0)
-            tied += tl.sum(tie, axis=0)
-    return count, tl.where(ids > BUDGET, least, NOTHING)
+    """Write the keys of a sample's candidates to `record`, in no order, and their raw logits to `raws`.
+
+    They are among the LISTED keys of its chunks. Returns the last one's key, NOTHING if the `ids` from
+    `first` on are no more. All pointers are the sample's.
+    """
+    lane = tl.arange(0, LANES)
+    keys = tl.load(listed + lane, mask=lane < LISTED, other=NOTHING)
+    least = list_highest(keys, record, BUDGET)
+    tl.debug_barrier()  # what other threads wrote is read now
+    place = tl.arange(0, BUDGET)
+    keys = tl.load(record + place)
+    there = keys != NOTHING
+    tl.store(raws + place, tl.load(logits + (index_of(keys) - first), mask=there), mask=there)
+    return tl.where(ids > BUDGET, least, NOTHING)
 
 
 @triton.jit

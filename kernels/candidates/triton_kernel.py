@@ -1,9 +1,9 @@
 """Candidates in three launches.
 
 1. `columns_kernel`, a program a sample and chunk of the own columns: as `sample`'s scan, and for samples
-   with filters the mass of the chunk.
+   with filters the mass of the chunk and its best ids, as many as a rank gives.
 2. `record_kernel`, a program a sample: combines the chunks into the sample's record, right where the
-   ranks exchange, and finds the own candidates by `sample`'s threshold.
+   ranks exchange; the own candidates are the best of the chunks' best.
 3. `choose_kernel`: the ranks meet, and a program a sample chooses from all ranks' records.
 
 A record is 8-byte words: the best (value, id) as one key, BROKEN if a logit is not finite; maximum and
@@ -35,7 +35,12 @@ from inkling_engine.kernels._sampling_triton import (
     value_of,
 )
 from inkling_engine.kernels._triton import CompileCase, follow, launchable, launches, meta
-from inkling_engine.kernels.candidates.lists_triton import BROKEN, draw_candidate, list_candidates
+from inkling_engine.kernels.candidates.lists_triton import (
+    BROKEN,
+    draw_candidate,
+    list_candidates,
+    list_highest,
+)
 from inkling_engine.kernels.sample.triton_kernel import (
     CHUNK,
     GENERATED,
@@ -45,7 +50,8 @@ from inkling_engine.kernels.sample.triton_kernel import (
     is_filtered,
 )
 
-UNROLL = 2  # blocks of two chunks that `list_candidates` reads before it waits for one
+MOST_CHUNKS = 64  # of the own columns, more or less: `record_kernel` holds the lists of all
+RECORD_WARPS = 8
 
 HEADER = tl.constexpr(_candidates.HEADER)
 STEPS, WHOLE_STEPS = tl.constexpr(table.STEPS), tl.constexpr(table.WHOLE_STEPS)
@@ -55,15 +61,15 @@ WHOLE_SAMPLES, LAST_WHOLE = tl.constexpr(table.WHOLE_SAMPLES), tl.constexpr(tabl
 @triton.jit
 def columns_kernel(
     logits, token_counts, request_state, request_ints, request_floats, tokens, token_rows, slots,
-    starts, lengths, sample_rows, emits, rank, scaled, maxima, sums, masses, best, top_keys,
+    starts, lengths, sample_rows, emits, rank, scaled, listed, maxima, sums, masses, best, top_keys,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr, STOP_IDS: tl.constexpr,
     BIAS_IDS: tl.constexpr, BIAS_LANES: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """maxima (NaN if a logit is not finite), sums, best keys [S, CHUNKS], top_keys [S, CHUNKS, TOP]
-    and, for samples with filters, masses [S, CHUNKS] and the processed logits over the temperature,
-    `scaled` [S, COLUMNS], -infinity where the rank has no id."""
+    and, for samples with filters, masses [S, CHUNKS], the processed logits over the temperature,
+    `scaled` [S, COLUMNS], and the EACH highest of them with their ids, `listed` [S, CHUNKS, EACH]."""
     chunk, s = tl.program_id(0), tl.program_id(1)
     row = row_of(s, sample_rows, token_rows, TOKENS, ROWS, DRAFTS)
     slot = tl.minimum(tl.maximum(tl.load(slots + row), 0), LINES - 1).to(tl.int64)
@@ -91,8 +97,14 @@ def columns_kernel(
         if is_filtered(ints, floats):
             value = tl.where(mask, value, -float("inf"))
             mass = tl.where(value > -float("inf"), tl.exp(value - tl.max(value, axis=0)), 0.0)
-            tl.store(scaled + line, value, mask=column < COLUMNS)
             tl.store(masses + cell, tl.sum(mass, axis=0))
+            tl.store(scaled + line, value, mask=mask)
+            tl.debug_barrier()
+            # read again: export takes an address that depends on what a function made of its pointers
+            # for one into all of them
+            value = tl.load(scaled + line, mask=mask, other=-float("inf"))
+            keys = tl.where(mask, ranked(value, index), NOTHING)
+            list_highest(keys, listed + cell.to(tl.int64) * EACH, EACH)
         else:
             offset = offset_of(s, row, sample_rows, starts)
             value += gumbel(index, tl.load(lengths + row) + offset + 1, ints)
@@ -102,12 +114,12 @@ def columns_kernel(
 @triton.jit
 def record_kernel(
     logits, request_ints, request_floats, token_rows, slots, sample_rows, emits, exchange,
-    step_counter, rank, scaled, maxima, sums, masses, best, top_keys, call, LINES: tl.constexpr,
+    step_counter, rank, listed, maxima, sums, masses, best, top_keys, call, LINES: tl.constexpr,
     COLUMNS: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
-    BUDGET: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, CALLS: tl.constexpr,
-    HALF: tl.constexpr, WORDS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr,
+    TOP_LANES: tl.constexpr, LIST_LANES: tl.constexpr, BUDGET: tl.constexpr,
+    CALLS: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write a sample's record out of its chunks."""
     s, lane = tl.program_id(0), tl.arange(0, LANES)
@@ -141,13 +153,11 @@ def record_kernel(
         mass = tl.load(masses + s * CHUNKS + lane, mask=lane < CHUNKS, other=0.0)
         scale = tl.where(value > -float("inf"), tl.exp(value - value_of(key)), 0.0)
         tl.store(raws + 4, tl.sum(mass * scale, axis=0))
-        spare = tl.arange(0, BUDGET)
-        to = record + HEADER + TOP
-        count, last = list_candidates(
-            to, raws + 2 * (HEADER + TOP + BUDGET), logits + line, scaled + line,
-            best + s * CHUNKS, first, ids, COLUMNS, CHUNKS, CHUNK, BUDGET, BLOCK, UNROLL,
+        to, own = record + HEADER + TOP, listed + s.to(tl.int64) * (CHUNKS * EACH)
+        last = list_candidates(
+            to, raws + 2 * (HEADER + TOP + BUDGET), logits + line, own, first, ids, CHUNKS * EACH,
+            LIST_LANES, BUDGET,
         )  # fmt: skip
-        tl.store(to + spare, tl.full((BUDGET,), NOTHING, tl.int64), mask=spare >= count)
         tl.store(record + 3, last)
     if TOP > 0:
         each = tl.arange(0, TOP_LANES)
@@ -313,23 +323,29 @@ def launch_records(
 ) -> None:
     """Write the samples' records where the ranks exchange."""
     samples, columns = logits.shape
-    chunk = min(CHUNK, triton.next_power_of_2(columns))
+    chunk = max(
+        min(CHUNK, triton.next_power_of_2(columns)), triton.next_power_of_2(columns // MOST_CHUNKS)
+    )
     chunks, top = triton.cdiv(columns, chunk), sizes["TOP"]
+    each = min(part["BUDGET"], chunk)
     scaled = torch.empty_like(logits)
+    listed = logits.new_empty(samples, chunks, each, dtype=torch.int64)
     maxima, sums, masses = (logits.new_empty(samples, chunks) for _ in range(3))
     best = logits.new_empty(samples, chunks, dtype=torch.int64)
     top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
-    found = scaled, maxima, sums, masses, best, top_keys
-    cut = {"COLUMNS": columns, "VOCAB": vocab, "CHUNK": chunk, "CHUNKS": chunks}
+    found = listed, maxima, sums, masses, best, top_keys
+    cut = {"COLUMNS": columns, "VOCAB": vocab, "CHUNK": chunk, "CHUNKS": chunks, "EACH": each}
     launchable(columns_kernel)[(chunks, samples)](
-        logits, *state, *step, block[2], *found, **sizes, **cut, **biases, num_warps=8,
+        logits, *state, *step, block[2], scaled, *found, **sizes, **cut, **biases,
+        num_warps=max(1, min(16, chunk // 128)),
     )  # fmt: skip
     (_, token_rows, slots, _, _, sample_rows, emits), tables = step, state[2:]
     launchable(record_kernel)[(samples,)](
         logits, *tables, token_rows, slots, sample_rows, emits, *block, *found, number,
         **sizes, **cut, **part, LANES=triton.next_power_of_2(chunks),
-        TOP_LANES=triton.next_power_of_2(chunks * max(1, top)), BLOCK=2 * chunk,
-        UNROLL=min(UNROLL, triton.next_power_of_2(chunks)), num_warps=16,
+        TOP_LANES=triton.next_power_of_2(chunks * max(1, top)),
+        LIST_LANES=max(part["BUDGET"], triton.next_power_of_2(chunks * each)),
+        num_warps=RECORD_WARPS,
     )  # fmt: skip
 
 

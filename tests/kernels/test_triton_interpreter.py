@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from torch import Tensor
 from inkling_engine.kernels import _triton
 from inkling_engine.kernels._cases import Case
 from inkling_engine.kernels._op import Op
-from inkling_engine.kernels.experts import experts
 from inkling_engine.kernels.ops import OPS
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -34,7 +34,11 @@ GROUPS = (
     ("attention_prologue", "boundary"),
     ("draft_metadata", "draft_gather", "draft_input", "draft_sample", "draft_commit"),
 )
-IN_BLOCKS, BLOCK, GROUPED = "--in-blocks", 32, 64  # tokens of a block; cases of more are grouped
+IN_BLOCKS, BLOCK = "--in-blocks", 32  # tokens, or ids, of a block
+LONGER = {
+    "experts": (0, 64),
+    "candidates": (1, BLOCK),
+}  # axis of the first argument, size of one block
 
 
 def test_the_groups_hold_every_op_once() -> None:
@@ -48,11 +52,20 @@ def test_launches_match_the_references(group: tuple[str, ...]) -> None:
     assert last_line(*group) == f"{cases} cases"
 
 
-def test_experts_are_grouped_in_blocks_of_tokens() -> None:
-    """More tokens than a program of `group` looks at at once: the cases have fewer."""
-    grouped = [case for case in launch_cases(experts) if len(case.arguments[0]) > GROUPED]
-    assert grouped
-    assert last_line(IN_BLOCKS, "experts") == f"{len(grouped)} cases"
+@pytest.mark.parametrize("name", LONGER)
+def test_launches_go_on_behind_a_block(name: str) -> None:
+    """More tokens than a program of `group` looks at at once, more ids than a chunk has: the cases have
+    fewer of either."""
+    (op,) = (op for op in OPS if op.name == name)
+    longer = [case for case in launch_cases(op) if is_longer(op, case)]
+    assert longer
+    assert last_line(IN_BLOCKS, name) == f"{len(longer)} cases"
+
+
+def is_longer(op: Op, case: Case) -> bool:
+    """Whether it takes several blocks."""
+    axis, size = LONGER[op.name]
+    return bool(case.arguments[0].shape[axis] > size)
 
 
 def last_line(*arguments: str) -> str:
@@ -94,15 +107,15 @@ def main(names: list[str]) -> None:
     from support.interpreter import repair_interpreter
 
     repair_interpreter()
-    least = 0
     if IN_BLOCKS in names:
-        from inkling_engine.kernels.experts import triton_kernel
-
-        triton_kernel.SCAN_BLOCK, least = BLOCK, GROUPED + 1
+        for name, size in (("experts", "SCAN_BLOCK"), ("candidates", "CHUNK")):
+            module = import_module(f"inkling_engine.kernels.{name}.triton_kernel")
+            assert hasattr(module, size)
+            setattr(module, size, BLOCK)
     compared = 0
     for op in [op for op in OPS if op.name in names]:
         for case in launch_cases(op):
-            if len(case.arguments[0]) < least:
+            if IN_BLOCKS in names and not is_longer(op, case):
                 continue
             start = time.perf_counter()
             compare(op, case)
