@@ -5,7 +5,7 @@ Configurations are functions of shapes alone; nothing is tuned when an engine is
 `launches` calls an op on meta tensors and returns what it would launch, for compilation without
 a GPU.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
 
 from __future__ import annotations
 
@@ -92,6 +92,20 @@ def loaded(x):
                 "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
             )
     return x
+
+
+@triton.jit
+def load_along(
+    pointers, mask, depth, LENGTH: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr,
+    EVICTION: tl.constexpr,
+):  # fmt: skip
+    """What lies at `pointers`, STEP further on, and so on for LENGTH: a tuple, all of it on the way at
+    once. `depth` is how deep each of `pointers` is in a row of DEPTH; zeros behind that."""
+    found = ()
+    for start in tl.static_range(0, LENGTH, STEP):
+        there = mask & (depth < DEPTH - start)
+        found += (tl.load(pointers + start, there, other=0.0, eviction_policy=EVICTION),)
+    return found
 
 
 @triton.jit

@@ -316,10 +316,9 @@ def configure(
     full = tokens * groups * kv_heads >= 96 * PROCESSORS
     lines = max(groups, 32 if wide else 128 if full else 64)
     programs = triton.cdiv(tokens * groups, lines) * kv_heads
-    splits = max(PROCESSORS // programs, 2 if programs <= PROCESSORS else 1)
-    splits = max(1, min(splits, triton.cdiv(capacity, 256), 8))
-    if window:
-        splits = 1
+    splits = 1
+    if not window and programs <= PROCESSORS:
+        splits = min(max(2, PROCESSORS // programs), triton.cdiv(capacity, 256), 8)
     if wide:
         return Config(lines, 32, splits, 32, warps=4, stages=2)
     return Config(lines, 64, splits, 16, warps=lines // 16, stages=3)

@@ -50,7 +50,7 @@ from inkling_engine.kernels.sample.triton_kernel import (
     is_filtered,
 )
 
-MOST_CHUNKS = 64  # of the own columns, more or less: `record_kernel` holds the lists of all
+MOST_CHUNKS = 64  # of the own columns: `record_kernel` holds the lists of all
 RECORD_WARPS = 8
 
 HEADER = tl.constexpr(_candidates.HEADER)
@@ -117,9 +117,9 @@ def record_kernel(
     step_counter, rank, listed, maxima, sums, masses, best, top_keys, call, LINES: tl.constexpr,
     COLUMNS: tl.constexpr, VOCAB: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     INTS: tl.constexpr, FLOATS: tl.constexpr, TOP: tl.constexpr, DRAFTS: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr,
-    TOP_LANES: tl.constexpr, LIST_LANES: tl.constexpr, BUDGET: tl.constexpr,
-    CALLS: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr, TOP_LANES: tl.constexpr,
+    LIST_LANES: tl.constexpr, BUDGET: tl.constexpr, CALLS: tl.constexpr, HALF: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write a sample's record out of its chunks."""
     s, lane = tl.program_id(0), tl.arange(0, LANES)
@@ -323,9 +323,8 @@ def launch_records(
 ) -> None:
     """Write the samples' records where the ranks exchange."""
     samples, columns = logits.shape
-    chunk = max(
-        min(CHUNK, triton.next_power_of_2(columns)), triton.next_power_of_2(columns // MOST_CHUNKS)
-    )
+    least = triton.cdiv(columns, MOST_CHUNKS)
+    chunk = triton.next_power_of_2(max(min(CHUNK, columns), least))
     chunks, top = triton.cdiv(columns, chunk), sizes["TOP"]
     each = min(part["BUDGET"], chunk)
     scaled = torch.empty_like(logits)
@@ -334,9 +333,9 @@ def launch_records(
     best = logits.new_empty(samples, chunks, dtype=torch.int64)
     top_keys = logits.new_empty(samples, chunks, max(1, top), dtype=torch.int64)
     found = listed, maxima, sums, masses, best, top_keys
-    cut = {"COLUMNS": columns, "VOCAB": vocab, "CHUNK": chunk, "CHUNKS": chunks, "EACH": each}
+    cut = {"COLUMNS": columns, "VOCAB": vocab, "CHUNKS": chunks, "EACH": each}
     launchable(columns_kernel)[(chunks, samples)](
-        logits, *state, *step, block[2], scaled, *found, **sizes, **cut, **biases,
+        logits, *state, *step, block[2], scaled, *found, **sizes, **cut, **biases, CHUNK=chunk,
         num_warps=max(1, min(16, chunk // 128)),
     )  # fmt: skip
     (_, token_rows, slots, _, _, sample_rows, emits), tables = step, state[2:]

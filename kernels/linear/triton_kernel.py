@@ -6,7 +6,7 @@ programs read; up to 12 tokens some whole rows are held again, where the weight 
 IEEE here; through cuBLAS it is unless the process allows TF32, and bf16 sums are fp32 unless it allows
 reduced precision.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from inkling_engine.kernels._triton import (
     follow_as,
     launchable,
     launches,
+    load_along,
     meta,
     prefetch_rows,
 )
@@ -106,18 +107,12 @@ def held_kernel(
     depth = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None] + tl.arange(0, BLOCK_K)[None, None, :]
     w_line, w_mask = n[None, :, None].to(tl.int64) * DEPTH, (n < COLUMNS)[None, :, None]
     x_line, x_mask = m[None, :, None] * DEPTH, (m < TOKENS)[None, :, None]
-    held, values = (), ()
-    for start in tl.static_range(0, DEPTH, PARTS * BLOCK_K):
-        at, deep = depth + start, depth < DEPTH - start
-        held += (
-            tl.load(weight + w_line + at, w_mask & deep, other=0.0, eviction_policy="evict_first"),
-        )
+    STEP: tl.constexpr = PARTS * BLOCK_K
+    held = load_along(weight + w_line + depth, w_mask, depth, DEPTH, STEP, DEPTH, "evict_first")
     follow()
-    for start in tl.static_range(0, DEPTH, PARTS * BLOCK_K):
-        at, deep = depth + start, depth < DEPTH - start
-        values += (tl.load(x + x_line + at, x_mask & deep, other=0.0),)
+    values = load_along(x + x_line + depth, x_mask, depth, DEPTH, STEP, DEPTH, "")
     total = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
-    for step in tl.static_range((DEPTH + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)):
+    for step in tl.static_range((DEPTH + STEP - 1) // STEP):
         turned = tl.trans(held[step], 0, 2, 1)
         total = tl.dot(values[step], turned, total, input_precision="ieee")
     line = y + m[:, None].to(tl.int64) * COLUMNS + n[None, :]

@@ -3,7 +3,7 @@
 Logits: for one token whole rows of the gate a program, else tiles split over the depth, whose
 partial sums the second launch adds in turn (many tokens: `wide_triton.py`). Choice: a program, one warp, takes one token.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,assignment"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from inkling_engine.kernels._triton import (
     follow,
     launchable,
     launches,
+    load_along,
     meta,
     prefetch_rows,
 )
@@ -46,14 +47,9 @@ def gate_kernel(
     x_mask, w_mask = (m < TOKENS)[:, None], (n < EXPERTS)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if HELD:
-        held, values = (), ()
-        for start in tl.static_range(0, SPLIT_DEPTH, BLOCK_K):
-            deep = k < DEPTH - start
-            held += (tl.load(w_tile + start, mask=w_mask & deep[:, None], other=0.0),)
+        held = load_along(w_tile, w_mask, k[:, None], SPLIT_DEPTH, BLOCK_K, DEPTH, "")
         follow()
-        for start in tl.static_range(0, SPLIT_DEPTH, BLOCK_K):
-            deep = k < DEPTH - start
-            values += (tl.load(x_tile + start, mask=x_mask & deep[None, :], other=0.0),)
+        values = load_along(x_tile, x_mask, k[None, :], SPLIT_DEPTH, BLOCK_K, DEPTH, "")
         for step in tl.static_range(SPLIT_DEPTH // BLOCK_K):
             total = tl.dot(values[step], held[step], total, input_precision="ieee")
     else:

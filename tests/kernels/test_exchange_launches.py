@@ -6,12 +6,8 @@ Triton decides when it is imported whether it interprets.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +26,7 @@ from kernels.test_exchange import (
     part,
 )
 from kernels.test_ops import assert_close
+from support.launches import interpreted
 from torch import Tensor
 
 from inkling_engine.kernels import _exchange, _exchange_poll, _exchange_triton
@@ -343,13 +340,7 @@ def main() -> None:
 
 
 def test_launches_read_what_the_peers_gave() -> None:
-    tests = Path(__file__).parents[1]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(tests)])
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "54 calls"
+    assert interpreted(__file__).splitlines()[-1] == "54 calls"
 
 
 if __name__ == "__main__":

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from support.launches import interpreted
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -29,13 +26,7 @@ def highest_kernel(keys, taken, LANES: tl.constexpr, GOAL: tl.constexpr):
 
 
 def test_as_many_as_wanted_are_the_highest() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [str(ROUNDS * len(GOALS) * 3)]
+    assert interpreted(__file__).split() == [str(ROUNDS * len(GOALS) * 3)]
 
 
 def draws(seed: int) -> list[torch.Tensor]:

@@ -6,17 +6,14 @@ file with op names (TRITON_INTERPRET=1) to see the seconds of each case.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from kernels.test_ops import assert_close, clone, raw, tensors
-from support.launches import ROUNDED_INSIDE, assert_near, launch_cases
+from support.launches import ROUNDED_INSIDE, assert_near, interpreted, launch_cases
 from torch import Tensor
 
 from inkling_engine.kernels import _triton
@@ -35,10 +32,8 @@ GROUPS = (
     ("draft_metadata", "draft_gather", "draft_input", "draft_sample", "draft_commit"),
 )
 IN_BLOCKS, BLOCK = "--in-blocks", 32  # tokens, or ids, of a block
-LONGER = {
-    "experts": (0, 64),
-    "candidates": (1, BLOCK),
-}  # axis of the first argument, size of one block
+# cases of several blocks: those whose first argument has more than so many of an axis
+LONGER = {"experts": (0, 64), "candidates": (1, BLOCK)}
 
 
 def test_the_groups_hold_every_op_once() -> None:
@@ -49,7 +44,7 @@ def test_the_groups_hold_every_op_once() -> None:
 def test_launches_match_the_references(group: tuple[str, ...]) -> None:
     """The child's last line counts what it compared, so that it cannot pass by running nothing."""
     cases = sum(len(launch_cases(op)) for op in OPS if op.name in group)
-    assert last_line(*group) == f"{cases} cases"
+    assert interpreted(__file__, *group).splitlines()[-1] == f"{cases} cases"
 
 
 @pytest.mark.parametrize("name", LONGER)
@@ -59,24 +54,13 @@ def test_launches_go_on_behind_a_block(name: str) -> None:
     (op,) = (op for op in OPS if op.name == name)
     longer = [case for case in launch_cases(op) if is_longer(op, case)]
     assert longer
-    assert last_line(IN_BLOCKS, name) == f"{len(longer)} cases"
+    assert interpreted(__file__, IN_BLOCKS, name).splitlines()[-1] == f"{len(longer)} cases"
 
 
 def is_longer(op: Op, case: Case) -> bool:
     """Whether it takes several blocks."""
     axis, size = LONGER[op.name]
     return bool(case.arguments[0].shape[axis] > size)
-
-
-def last_line(*arguments: str) -> str:
-    """What a child that interprets says last; it may not fail."""
-    tests = Path(__file__).parents[1]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(tests)])
-    command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
 
 
 def compare(op: Op, case: Case) -> None:

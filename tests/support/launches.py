@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -23,6 +28,18 @@ def launch_cases(op: Op) -> list[Case]:
     A scheduler's source is the row's own slot or a snapshot, and one launch orders no more.
     """
     return [case for case in op.cases.cases() if not case.name.startswith("swapped")]
+
+
+def interpreted(file: str, *arguments: str) -> str:
+    """What `file`, a test module, prints as a program in whose process Triton interprets; it may not
+    fail. Triton decides when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    tests = str(Path(__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), tests])
+    command = [sys.executable, file, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
